@@ -1,0 +1,153 @@
+"""The configuration: frozen structs, filled from TOML and flags, checked before anything starts.
+
+Every key is also a flag: `pacing.groups_per_batch` is `--pacing.groups-per-batch`, and the keys
+of contract.md have a short form without the section (`--groups-per-batch`). See cli.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far sampling may run ahead of training; core/pacing.py has the rule and its proof.
+
+    Two settings, on purpose. `pipeline_depth` D sets *typical* staleness: D steps' worth of
+    groups are sampled ahead. `max_steps_off_policy` K is the *hard* bound: it only has to cover
+    the slowest rollouts, and with room to spare it costs nothing.
+
+    Choosing: start with D = 1, K = 8. If the end-of-run advice says that the learner mostly waits
+    for fill, raise D (speed is bought with mean staleness); if it waits for stragglers, raise K.
+    Use a two-sided trust-region loss whenever D >= 1: depth never buys stability.
+    """
+
+    groups_per_batch: int = 32
+    """B: groups trained in one step."""
+    group_size: int = 8
+    """Rollouts of one problem, scored together; at least 2."""
+    pipeline_depth: int | None = None
+    """D: how many steps sampling may run ahead; 0 is synchronous. Unset: min(1, K)."""
+    max_steps_off_policy: int | None = 8
+    """K: no token is trained more than K steps after the weights that sampled it; `none` = no bound."""
+    streaming: bool = False
+    """Take the batch minibatch by minibatch, as groups complete, instead of whole."""
+
+    @property
+    def depth(self) -> int:
+        """D with its default filled in."""
+        if self.pipeline_depth is not None:
+            return self.pipeline_depth
+        return 1 if self.max_steps_off_policy is None else min(1, self.max_steps_off_policy)
+
+
+class SamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How rollouts are sampled."""
+
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """Sampled tokens per turn; unset: the task's own budget."""
+    rollout_timeout_s: float = 3600.0
+    """A rollout past this is cut off, graded as it stands (reward at most 0) and trained."""
+    max_retries: int = 2
+    """How often one sample is redone after an error before it is dropped from its group."""
+    weight_updates: Literal["in_flight", "between_groups"] = "in_flight"
+    """in_flight: new weights swap in between decode steps. between_groups: a sampler drains first."""
+    max_concurrent_rollouts: int = 256
+    """Rollouts that one sampler runs at once."""
+
+
+class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How groups are trained."""
+
+    loss: Literal["ppo", "importance_sampling"] = "ppo"
+    """ppo clips the importance ratio on both sides (a trust region); importance_sampling does not."""
+    advantage: Literal["mean_std", "mean"] = "mean_std"
+    """Group-relative: reward minus the group's mean, divided by its standard deviation or not."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ppo trust region: ratios in [1 - clip_low, 1 + clip_high]."""
+    learning_rate: float = 3e-4
+    warmup_steps: int = 10
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    num_substeps: int = 1
+    """Optimizer updates per batch; one version is published after the last."""
+    num_minibatches: int = 1
+    """Forward/backward passes per optimizer update; the gradient does not depend on it."""
+    micro_batch_tokens: int = 8192
+    """Most tokens in one forward pass; one longer rollout is passed alone."""
+
+
+class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The scripted engine: real processes, sockets, slots and weights; only the model is not."""
+
+    latencies: str = ""
+    """JSON file: seconds per problem, by index (modulo its length). Empty: 0.02 s each."""
+    train_s: float = 0.1
+    """Seconds that one training step takes."""
+    num_problems: int = 4096
+    """Size of the fake task's train split."""
+    tokens_per_rollout: int = 8
+    """Sampled tokens of one rollout, spread evenly over its latency."""
+    weight_bytes: int = 4096
+    """Size of the fake weights; every byte of a version carries that version."""
+    load_s: float = 0.0
+    """Extra seconds that loading weights takes on a sampler."""
+    raise_rate: float = 0.0
+    """Share of rollout attempts that raise, drawn by seed."""
+    raise_problems: tuple[int, ...] = ()
+    """Problems whose every rollout raises."""
+    hang_problems: tuple[int, ...] = ()
+    """Problems whose rollouts never end."""
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "asyncrl_node"
+    num_logged_rollouts: int = 4
+    """Rollouts written to rollouts/ in each step, for reading."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run."""
+
+    run_dir: str = ""
+    """Where everything of the run goes; must not exist or be empty. Empty: runs/TASK-DATE."""
+    steps: int = 140
+    """Training steps."""
+    epochs: int | None = None
+    """Passes over the train split; unset: as many as `steps` need."""
+    seed: int = 0
+    task: str = "sort_digits"
+    model: str = ""
+    """A folder in Hugging Face form. Empty: the small model that ships with the demo task."""
+    engine: Literal["auto", "torch", "vllm", "fake"] = "auto"
+    gpus: str = ""
+    """How many GPUs of this box; empty: run on the CPU."""
+    samplers: int | None = None
+    learners: int | None = None
+    save_every: int = 0
+    """Checkpoint every so many steps; 0: only after the last."""
+    eval_every: int = 0
+    """Evaluate every so many steps; 0: only before the first and after the last."""
+    eval_problems: int = 256
+    """Held-out problems per evaluation, one rollout each at the sampling temperature."""
+    start_version: int = 0
+    """The policy version that training starts from."""
+    warn_every_s: float = 120.0
+    """A wait longer than this is named in a warning, and again each time it passes."""
+    weights_overdue_s: float = 120.0
+    """A sampler that began loading weights and has not acknowledged them by then is at fault."""
+    pacing: PacingConfig = PacingConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    learner: LearnerConfig = LearnerConfig()
+    fake: FakeConfig = FakeConfig()
+    logging: LoggingConfig = LoggingConfig()

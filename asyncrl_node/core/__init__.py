@@ -1,0 +1,1 @@
+"""Pure decisions: no clock, IO, random source, logging, async, zmq, numpy or torch."""

@@ -1,0 +1,29 @@
+"""One trajectory group as it lies in memory: what a sampler writes and a learner trains on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class TrajectoryGroup(NamedTuple):
+    """The rollouts of one problem, back to back; R rollouts, T tokens in all, prompt first in each.
+
+    The arrays are NumPy arrays, read-only views into a slot on the learner's side.
+    """
+
+    group_id: int
+    problem: int
+    """Index in the task's train split."""
+    epoch: int
+    tokens: Any
+    """[T] int32"""
+    loss_mask: Any
+    """[T] bool, True where the policy sampled the token."""
+    sampler_logprobs: Any
+    """[T] float32, natural log at the sampling temperature; 0.0 where loss_mask is False."""
+    policy_versions: Any
+    """[T] int32, the weights that sampled each token; -1 where loss_mask is False."""
+    rollout_starts: Any
+    """[R + 1] int64: rollout r is tokens[rollout_starts[r]:rollout_starts[r + 1]]."""
+    rewards: Any
+    """[R] float32"""

@@ -1,0 +1,1 @@
+"""The learner process: takes groups, trains, publishes weights."""

@@ -1,0 +1,1 @@
+"""The scheduler process: feeds events to the core and obeys its instructions."""

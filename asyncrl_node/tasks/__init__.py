@@ -1,0 +1,1 @@
+"""Problems, environments and rewards."""

@@ -1,0 +1,1 @@
+"""Bytes: sockets, shared-memory slots, weight buffers. Decides nothing."""
