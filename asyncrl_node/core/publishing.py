@@ -1,0 +1,207 @@
+"""The learner's side of the weight transaction: leases, publication, acknowledgements. Pure.
+
+    RequestWrite -> (no lease is out) -> BufferFree -> the learner writes -> WriteDone
+          -> WeightsAvailable to every sampler, and the leases that queued meanwhile are granted
+    Lease -> LeaseGranted -> Release -> WeightsLoaded(hash), compared with the version's own hash
+
+There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
+acknowledgement starts when the lease is *granted*, which is when loading starts; a sampler that is
+busy with a slow rollout holds no lease and is never at fault.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+from asyncrl_node.messages import (
+    Lease,
+    LeaseGranted,
+    Release,
+    WeightNotice,
+    WeightRequest,
+    WeightsAvailable,
+    WeightsHello,
+    WeightsLoaded,
+    WeightsManifest,
+)
+
+
+class RequestWrite(NamedTuple):
+    """The learner wants to overwrite the buffer."""
+
+
+class WriteDone(NamedTuple):
+    """The buffer holds this version, complete."""
+
+    version: int
+    weights_hash: int
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+PublishingEvent = WeightRequest | RequestWrite | WriteDone | Tick
+
+
+class ToSampler(NamedTuple):
+    """Send to one sampler."""
+
+    sampler: int
+    message: WeightNotice
+
+
+class BufferFree(NamedTuple):
+    """No lease is out and none will be granted: write now."""
+
+
+class AtFault(NamedTuple):
+    """This sampler broke its transaction: it must be restarted."""
+
+    sampler: int
+    incarnation: int
+    name: str
+    story: str
+
+
+PublishingInstruction = ToSampler | BufferFree | AtFault
+
+
+class _Reader:
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.wants_lease = False
+        self.holds_lease = False
+        self.loading: int | None = None
+        self.loading_since_s = 0.0
+        self.acknowledged = -1
+
+
+class PublishingCore:
+    """Who may read the buffer, and when it may be overwritten."""
+
+    def __init__(self, manifest: WeightsManifest, overdue_s: float) -> None:
+        self.manifest = manifest
+        self.overdue_s = overdue_s
+        self.published = -1
+        self._hashes: dict[int, int] = {}
+        """Hash by version: the published one, and those that are still loading somewhere."""
+        self._writing = False
+        self._write_wanted = False
+        self._readers: dict[int, _Reader] = {}
+        self._out: list[PublishingInstruction] = []
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """The newest version that each sampler has acknowledged."""
+        return {sampler: reader.acknowledged for sampler, reader in self._readers.items()}
+
+    @property
+    def lease_holders(self) -> list[int]:
+        """Samplers that are copying now."""
+        return [sampler for sampler, reader in self._readers.items() if reader.holds_lease]
+
+    def handle(self, event: PublishingEvent, now_s: float) -> list[PublishingInstruction]:
+        """Digest one event; return what to do, in order."""
+        match event:
+            case WeightsHello():
+                self._on_hello(event)
+            case Lease():
+                reader = self._reader(event.sampler, event.incarnation)
+                if reader is not None:
+                    reader.wants_lease = True
+            case Release():
+                self._on_release(event)
+            case WeightsLoaded():
+                self._on_loaded(event)
+            case RequestWrite():
+                self._write_wanted = True
+            case WriteDone():
+                self._on_write_done(event)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+        self._find_overdue(now_s)
+        self._grant(now_s)
+        out, self._out = self._out, []
+        return out
+
+    def _reader(self, sampler: int, incarnation: int) -> _Reader | None:
+        """Return the sampler's record, unless the message is of a process that is gone."""
+        reader = self._readers.get(sampler)
+        if reader is None or reader.incarnation != incarnation:
+            return None
+        return reader
+
+    def _on_hello(self, hello: WeightsHello) -> None:
+        known = self._readers.get(hello.sampler)
+        if known is not None and known.incarnation > hello.incarnation:
+            return
+        self._readers[hello.sampler] = _Reader(hello.incarnation)
+        self._out.append(ToSampler(hello.sampler, self.manifest))
+        if self.published >= 0:
+            self._out.append(ToSampler(hello.sampler, WeightsAvailable(self.published)))
+
+    def _on_release(self, release: Release) -> None:
+        reader = self._reader(release.sampler, release.incarnation)
+        if reader is not None:
+            reader.holds_lease = False
+
+    def _on_loaded(self, loaded: WeightsLoaded) -> None:
+        reader = self._reader(loaded.sampler, loaded.incarnation)
+        if reader is None or reader.loading != loaded.version:
+            return
+        wanted = self._hashes[loaded.version]
+        reader.loading = None
+        if wanted != loaded.weights_hash:
+            story = (
+                f"sampler {loaded.sampler} holds weights with hash {loaded.weights_hash:016x} as "
+                f"version {loaded.version}, published as {wanted:016x}"
+            )
+            self._blame(loaded.sampler, "wrong_weights", story)
+            return
+        reader.acknowledged = loaded.version
+
+    def _on_write_done(self, done: WriteDone) -> None:
+        assert self._writing, "wrote without BufferFree"
+        self._writing = self._write_wanted = False
+        self.published = done.version
+        loading = {reader.loading for reader in self._readers.values()}
+        self._hashes = {v: h for v, h in self._hashes.items() if v in loading}
+        self._hashes[done.version] = done.weights_hash
+        for sampler in self._readers:
+            self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
+
+    def _grant(self, now_s: float) -> None:
+        """Grant what queued, unless somebody wants to write: a writer never starves."""
+        if self._write_wanted:
+            if not self._writing and not self.lease_holders:
+                self._writing = True
+                self._out.append(BufferFree())
+            return
+        if self.published < 0:
+            return
+        for sampler, reader in self._readers.items():
+            if reader.wants_lease:
+                reader.wants_lease = False
+                reader.holds_lease = True
+                reader.loading = self.published
+                reader.loading_since_s = now_s
+                grant = LeaseGranted(self.published, self._hashes[self.published])
+                self._out.append(ToSampler(sampler, grant))
+
+    def _find_overdue(self, now_s: float) -> None:
+        for sampler, reader in list(self._readers.items()):
+            if reader.loading is None or now_s - reader.loading_since_s <= self.overdue_s:
+                continue
+            story = (
+                f"sampler {sampler} began loading version {reader.loading} "
+                f"{now_s - reader.loading_since_s:.0f} s ago and has not acknowledged it"
+            )
+            self._blame(sampler, "weights_overdue", story)
+
+    def _blame(self, sampler: int, name: str, story: str) -> None:
+        """Forget the sampler, its lease included: it will be killed, and says hello again."""
+        reader = self._readers.pop(sampler)
+        self._out.append(AtFault(sampler, reader.incarnation, name, story))

@@ -1,0 +1,429 @@
+"""The sampler's decisions: orders, versions, retries and the weight transaction. Pure.
+
+    Admit -> queue -> (weights new enough, room) -> StartRollout x group_size -> RolloutDone
+          -> all in -> WriteGroup -> GroupCompleted
+    WeightsAvailable -> Lease -> LeaseGranted -> LoadWeights -> CopyDone (Release)
+          -> LoadDone (WeightsLoaded with the hash)
+
+Waits: a queued group waits for weights (ended by the learner's next LeaseGranted) or for room
+(ended by a rollout that ends). A load waits for its lease (ended by the learner when nobody
+writes), and in `between_groups` mode also for the running rollouts to end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple, assert_never
+
+from asyncrl_node.core.order import rollout_seed
+from asyncrl_node.messages import (
+    Admit,
+    Cancel,
+    Evaluate,
+    EvaluationCompleted,
+    FailureKind,
+    GroupFailed,
+    GroupKey,
+    GroupStarted,
+    Heartbeat,
+    Lease,
+    LeaseGranted,
+    Release,
+    SamplerMessage,
+    SamplerOrder,
+    Stop,
+    WeightNotice,
+    WeightRequest,
+    WeightsAvailable,
+    WeightsHello,
+    WeightsLoaded,
+    WeightsManifest,
+)
+
+Split = Literal["train", "eval"]
+
+
+class RolloutKey(NamedTuple):
+    """One try at one rollout: of a training group, or of an evaluation."""
+
+    split: Split
+    owner: int
+    """Group id, or evaluation number."""
+    attempt: int
+    rollout: int
+    """Place in the group, or held-out problem."""
+    retry: int
+
+
+class RolloutSummary(NamedTuple):
+    """What the decisions need of a finished rollout; its arrays stay with the shell."""
+
+    reward: float
+    num_tokens: int
+    """Sampled tokens; a rollout with none cannot be trained and counts as failed."""
+    version_min: int
+    version_max: int
+    timed_out: bool
+
+
+# -- events of the shell -----------------------------------------------------------------------
+
+
+class FirstToken(NamedTuple):
+    """The first token of a rollout exists."""
+
+    key: RolloutKey
+    version: int
+
+
+class RolloutDone(NamedTuple):
+    """A rollout has ended."""
+
+    key: RolloutKey
+    summary: RolloutSummary
+
+
+class RolloutRaised(NamedTuple):
+    """A rollout raised; it may be retried."""
+
+    key: RolloutKey
+    kind: FailureKind
+    reason: str
+
+
+class CopyDone(NamedTuple):
+    """The buffer is copied: the lease may go back, and rollouts run on the new weights."""
+
+    version: int
+
+
+class LoadDone(NamedTuple):
+    """The copy is hashed."""
+
+    version: int
+    weights_hash: int
+
+
+SamplerEvent = (
+    SamplerOrder | WeightNotice | FirstToken | RolloutDone | RolloutRaised | CopyDone | LoadDone
+)
+
+# -- instructions to the shell -----------------------------------------------------------------
+
+
+class ToScheduler(NamedTuple):
+    """Send to the scheduler."""
+
+    message: SamplerMessage
+
+
+class ToLearner(NamedTuple):
+    """Send to the learner."""
+
+    message: WeightRequest
+
+
+class OpenWeights(NamedTuple):
+    """Map the weight buffer."""
+
+    manifest: WeightsManifest
+
+
+class LoadWeights(NamedTuple):
+    """Copy the buffer, answer CopyDone; then hash the copy, answer LoadDone."""
+
+    version: int
+
+
+class StartRollout(NamedTuple):
+    """Run one rollout."""
+
+    key: RolloutKey
+    problem: int
+    seed: int
+
+
+class AbandonGroup(NamedTuple):
+    """Abort the running rollouts of this attempt and forget what it produced."""
+
+    key: GroupKey
+
+
+class WriteGroup(NamedTuple):
+    """Write these rollouts into the slot of this attempt, then send GroupCompleted."""
+
+    key: GroupKey
+    problem: int
+    epoch: int
+    rollouts: tuple[RolloutKey, ...]
+    num_dropped_samples: int
+
+
+class EndProcess(NamedTuple):
+    """Abort everything and end."""
+
+
+SamplerInstruction = (
+    ToScheduler
+    | ToLearner
+    | OpenWeights
+    | LoadWeights
+    | StartRollout
+    | AbandonGroup
+    | WriteGroup
+    | EndProcess
+)
+
+
+class SamplerSettings(NamedTuple):
+    """What the core needs to know of the configuration."""
+
+    sampler: int
+    incarnation: int
+    group_size: int
+    max_rollouts: int
+    max_retries: int = 2
+    drain_before_update: bool = False
+
+
+class _RunningGroup:
+    def __init__(self, admit: Admit, group_size: int) -> None:
+        self.admit = admit
+        self.open = group_size
+        self.done: list[RolloutKey] = []
+        self.dropped = 0
+        self.started = False
+        self.last_error: tuple[FailureKind, str] = ("environment", "")
+
+
+class SamplerCore:
+    """All decisions of one sampler process."""
+
+    def __init__(self, settings: SamplerSettings) -> None:
+        self.settings = settings
+        self.policy_version = -1
+        """The version in use; -1 before the first load."""
+        self.num_tokens = 0
+        self._available = -1
+        """The newest version known to be public."""
+        self._asked = False
+        """True from asking for a lease until the load is done."""
+        self._loading = -1
+        self._queue: deque[Admit] = deque()
+        self._evaluations: deque[Evaluate] = deque()
+        self._groups: dict[int, _RunningGroup] = {}
+        self._running: dict[RolloutKey, Admit | Evaluate] = {}
+        self._ended = False
+        self._out: list[SamplerInstruction] = []
+
+    def hello(self) -> WeightsHello:
+        """Make the message that opens the weight transaction."""
+        return WeightsHello(self.settings.sampler, self.settings.incarnation)
+
+    def heartbeat(self) -> Heartbeat:
+        """Describe the present moment."""
+        return Heartbeat(
+            sampler=self.settings.sampler,
+            incarnation=self.settings.incarnation,
+            policy_version=self.policy_version,
+            num_rollouts=len(self._running),
+            num_queued_groups=len(self._queue),
+            loading=self._loading >= 0,
+            num_tokens=self.num_tokens,
+        )
+
+    def handle(self, event: SamplerEvent) -> list[SamplerInstruction]:
+        """Digest one event; return what to do, in order."""
+        match event:
+            case Admit():
+                self._on_admit(event)
+            case Evaluate():
+                self._evaluations.append(event)
+            case Cancel():
+                self._on_cancel(event.key)
+            case Stop():
+                self._ended = True
+                self._out.append(EndProcess())
+            case WeightsManifest():
+                self._out.append(OpenWeights(event))
+            case WeightsAvailable():
+                self._available = max(self._available, event.version)
+            case LeaseGranted():
+                self._loading = event.version
+                self._out.append(LoadWeights(event.version))
+            case CopyDone():
+                self._on_copy_done(event)
+            case LoadDone():
+                self._on_load_done(event)
+            case FirstToken():
+                self._on_first_token(event)
+            case RolloutDone():
+                self._on_rollout_done(event)
+            case RolloutRaised():
+                self._on_rollout_raised(event)
+            case _:
+                assert_never(event)
+        if not self._ended:
+            self._ask_for_weights()
+            self._start_rollouts()
+        out, self._out = self._out, []
+        return out
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def _ask_for_weights(self) -> None:
+        if self._asked or self._available <= self.policy_version:
+            return
+        if self.settings.drain_before_update and self._running:
+            return
+        self._asked = True
+        self._out.append(ToLearner(Lease(self.settings.sampler, self.settings.incarnation)))
+
+    def _on_copy_done(self, copied: CopyDone) -> None:
+        settings = self.settings
+        self.policy_version = copied.version
+        self._available = max(self._available, copied.version)
+        release = Release(settings.sampler, settings.incarnation, copied.version)
+        self._out.append(ToLearner(release))
+
+    def _on_load_done(self, loaded: LoadDone) -> None:
+        settings = self.settings
+        self._loading = -1
+        self._asked = False
+        acknowledge = WeightsLoaded(
+            settings.sampler, settings.incarnation, loaded.version, loaded.weights_hash
+        )
+        self._out.append(ToLearner(acknowledge))
+
+    # -- starting ----------------------------------------------------------------------------
+
+    def _on_admit(self, admit: Admit) -> None:
+        known = self._groups.get(admit.key.group_id)
+        queued = any(a.key == admit.key for a in self._queue)
+        if queued or (known is not None and known.admit.key.attempt >= admit.key.attempt):
+            return
+        if known is not None:
+            self._on_cancel(known.admit.key)
+        self._queue.append(admit)
+
+    def _start_rollouts(self) -> None:
+        """Start what may run: training groups first, in order of admission, then evaluations."""
+        if self.settings.drain_before_update and self._asked:
+            return
+        if self.settings.drain_before_update and self._available > self.policy_version:
+            return
+        while self._queue and self._may_start(self._queue[0].min_version, self.settings.group_size):
+            self._start_group(self._queue.popleft())
+        if self._queue and self._queue[0].min_version <= self.policy_version:
+            return  # a training group waits for room: evaluations must not take it
+        while self._evaluations and self._may_start(self._evaluations[0].min_version, 1):
+            order = self._evaluations.popleft()
+            key = RolloutKey("eval", order.evaluation, order.attempt, order.problem, 0)
+            self._start(key, order)
+
+    def _may_start(self, min_version: int, num_rollouts: int) -> bool:
+        """Weights new enough, and room; a group larger than all the room runs alone."""
+        room = self.settings.max_rollouts - len(self._running)
+        return self.policy_version >= min_version and (room >= num_rollouts or not self._running)
+
+    def _start_group(self, admit: Admit) -> None:
+        self._groups[admit.key.group_id] = _RunningGroup(admit, self.settings.group_size)
+        for rollout in range(self.settings.group_size):
+            key = RolloutKey("train", admit.key.group_id, admit.key.attempt, rollout, 0)
+            self._start(key, admit)
+
+    def _start(self, key: RolloutKey, order: Admit | Evaluate) -> None:
+        self._running[key] = order
+        seed = rollout_seed(order.seed, key.rollout, key.retry)
+        self._out.append(StartRollout(key, order.problem, seed))
+
+    def _on_cancel(self, key: GroupKey) -> None:
+        self._queue = deque(a for a in self._queue if a.key != key)
+        group = self._groups.get(key.group_id)
+        if group is None or group.admit.key != key:
+            return
+        del self._groups[key.group_id]
+        self._running = {k: o for k, o in self._running.items() if not _belongs(k, key)}
+        self._out.append(AbandonGroup(key))
+
+    # -- ending ------------------------------------------------------------------------------
+
+    def _group_of(self, key: RolloutKey) -> _RunningGroup | None:
+        group = self._groups.get(key.owner) if key.split == "train" else None
+        if group is None or group.admit.key.attempt != key.attempt:
+            return None
+        return group
+
+    def _on_first_token(self, first: FirstToken) -> None:
+        """Report the first token of a group; later rollouts can only be newer."""
+        group = self._group_of(first.key)
+        if group is None or group.started:
+            return
+        group.started = True
+        self._out.append(ToScheduler(GroupStarted(group.admit.key, first.version)))
+
+    def _on_rollout_done(self, done: RolloutDone) -> None:
+        order = self._running.pop(done.key, None)
+        if order is None:
+            return
+        self.num_tokens += done.summary.num_tokens
+        if isinstance(order, Evaluate):
+            self._report_evaluation(order, done.summary)
+            return
+        group = self._group_of(done.key)
+        assert group is not None
+        group.done.append(done.key)
+        self._close_sample(group)
+
+    def _on_rollout_raised(self, raised: RolloutRaised) -> None:
+        """Redo the one sample, not the group, until its retries are used up."""
+        order = self._running.pop(raised.key, None)
+        if order is None:
+            return
+        if raised.key.retry < self.settings.max_retries:
+            self._start(raised.key._replace(retry=raised.key.retry + 1), order)
+            return
+        if isinstance(order, Evaluate):
+            self._report_evaluation(order, None)
+            return
+        group = self._group_of(raised.key)
+        assert group is not None
+        group.dropped += 1
+        group.last_error = (raised.kind, raised.reason)
+        self._close_sample(group)
+
+    def _report_evaluation(self, order: Evaluate, summary: RolloutSummary | None) -> None:
+        self._out.append(
+            ToScheduler(
+                EvaluationCompleted(
+                    evaluation=order.evaluation,
+                    problem=order.problem,
+                    attempt=order.attempt,
+                    reward=0.0 if summary is None else summary.reward,
+                    version_min=-1 if summary is None else summary.version_min,
+                    version_max=-1 if summary is None else summary.version_max,
+                    failed=summary is None,
+                )
+            )
+        )
+
+    def _close_sample(self, group: _RunningGroup) -> None:
+        """Note that one sample is decided; when all are, hand the group over or give it up."""
+        group.open -= 1
+        if group.open > 0:
+            return
+        admit = group.admit
+        del self._groups[admit.key.group_id]
+        if len(group.done) >= 2:
+            rollouts = tuple(sorted(group.done))
+            write = WriteGroup(admit.key, admit.problem, admit.epoch, rollouts, group.dropped)
+            self._out.append(write)
+            return
+        kind, reason = group.last_error
+        self._out.append(AbandonGroup(admit.key))
+        self._out.append(ToScheduler(GroupFailed(admit.key, kind, reason)))
+
+
+def _belongs(rollout: RolloutKey, group: GroupKey) -> bool:
+    ids = (rollout.owner, rollout.attempt)
+    return rollout.split == "train" and ids == (group.group_id, group.attempt)
