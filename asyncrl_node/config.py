@@ -30,9 +30,11 @@ class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline_depth: int | None = None
     """D: how many steps sampling may run ahead; 0 is synchronous. Unset: min(1, K)."""
     max_steps_off_policy: int | None = 8
-    """K: no token is trained more than K steps after the weights that sampled it; `none` = no bound."""
+    """K: no token is trained more than K steps after its weights; `none` = no bound."""
     streaming: bool = False
     """Take the batch minibatch by minibatch, as groups complete, instead of whole."""
+    filter_constant_rewards: bool = False
+    """Drop groups whose rewards are all equal before they are taken; their slot frees at once."""
 
     @property
     def depth(self) -> int:
@@ -53,7 +55,7 @@ class SamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_retries: int = 2
     """How often one sample is redone after an error before it is dropped from its group."""
     weight_updates: Literal["in_flight", "between_groups"] = "in_flight"
-    """in_flight: new weights swap in between decode steps. between_groups: a sampler drains first."""
+    """in_flight: weights swap between decode steps. between_groups: a sampler drains first."""
     max_concurrent_rollouts: int = 256
     """Rollouts that one sampler runs at once."""
 
@@ -62,9 +64,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How groups are trained."""
 
     loss: Literal["ppo", "importance_sampling"] = "ppo"
-    """ppo clips the importance ratio on both sides (a trust region); importance_sampling does not."""
+    """ppo clips the importance ratio on both sides (a trust region); the other does not."""
     advantage: Literal["mean_std", "mean"] = "mean_std"
-    """Group-relative: reward minus the group's mean, divided by its standard deviation or not."""
+    """Reward minus the group mean, divided by the group standard deviation or not."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ppo trust region: ratios in [1 - clip_low, 1 + clip_high]."""
@@ -90,7 +92,7 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """JSON file: seconds per problem, by index (modulo its length). Empty: 0.02 s each."""
     train_s: float = 0.1
     """Seconds that one training step takes."""
-    num_problems: int = 4096
+    num_problems: int = 100_000
     """Size of the fake task's train split."""
     tokens_per_rollout: int = 8
     """Sampled tokens of one rollout, spread evenly over its latency."""
@@ -104,6 +106,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Problems whose every rollout raises."""
     hang_problems: tuple[int, ...] = ()
     """Problems whose rollouts never end."""
+    constant_share: float = 0.0
+    """Share of problems, drawn by seed, whose rollouts all get the same reward."""
 
 
 class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -367,6 +367,13 @@ class Pacing:
         self._tell("hand_back", -1)
         return returned
 
+    def close_short(self) -> None:
+        """Close the open batch with what it has (shutdown after its first optimizer update)."""
+        self._require(self.left > 0, "close_short", -1, "the batch is closed")
+        self._require(bool(self._taken.get(self.step)), "close_short", -1, "nothing is taken")
+        self.left = 0
+        self._tell("close_short", -1)
+
     def publish(self, version: int) -> tuple[int, ...]:
         """Note that the weights after the taken batch are public; return the groups now freed."""
         self._require(version == self.published + 1, "publish", version, "out of order")

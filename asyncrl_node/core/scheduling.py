@@ -92,6 +92,7 @@ class SchedulerSettings(NamedTuple):
 
     rule: PacingRule
     group_size: int
+    num_substeps: int = 1
     seed: int = 0
     start_version: int = 0
     filter_constant_rewards: bool = False
@@ -461,7 +462,10 @@ class SchedulerCore:
 
     def _answer_take(self, now_s: float) -> None:
         pending = self._pending
-        if pending is None or self._draining:
+        if pending is None:
+            return
+        if self._draining:
+            self._answer_draining(pending)
             return
         answer = self.pacing.take(pending.take.num_groups)
         match answer:
@@ -542,11 +546,27 @@ class SchedulerCore:
     # -- the end -----------------------------------------------------------------------------
 
     def _on_drain(self) -> None:
-        """Stop admitting; hand an open batch back. A closed one is trained to its end."""
-        if self._draining:
-            return
+        """Stop admitting. A closed batch is trained; an open one ends at its next take."""
         self._draining = True
+        self.phase = "ending"
+        if not self.pacing.taken_in(self.pacing.step) or self.pacing.left == 0:
+            self._pending = None
+            self._out.append(ToLearner(EndOfData("interrupted")))
+
+    def _answer_draining(self, pending: PendingTake) -> None:
+        """End an open batch without waiting for anybody.
+
+        Before its first optimizer update its groups go back, to be trained after a resume. After
+        it the weights have moved, so what was taken is trained as a short step.
+        """
         self._pending = None
+        rule = self.settings.rule
+        taken = rule.groups_per_batch - self.pacing.left
+        if self.pacing.left > 0 and taken >= rule.groups_per_batch // self.settings.num_substeps:
+            self.pacing.close_short()
+            self._hand_over(pending, Taken((), True))
+            self._out.append(ToLearner(EndOfData("interrupted")))
+            return
         if self.pacing.left > 0:
             for group_id in self.pacing.hand_back():
                 self._record("handed_back", self._groups[group_id], step=self.pacing.step)

@@ -1,6 +1,6 @@
 """Typed ZeroMQ sockets over ipc://: what can be sent on each is decided by its type.
 
-A DEALER names itself "role-index-incarnation"; the ROUTER at the other end decodes by role.
+A DEALER names itself "role-number-incarnation"; the ROUTER at the other end decodes by role.
 Reliability: between two live processes of one box, ipc never loses or reorders. Queues have no
 high-water mark, because a ROUTER at its mark drops silently; what can be queued is bounded by the
 slots (a group has a handful of messages in its life). A peer that is gone is an event of the
@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_SOCKET_PATH_BYTES = 107
@@ -31,12 +32,12 @@ class Peer(NamedTuple):
     """Who is at the other end."""
 
     role: str
-    index: int = 0
+    number: int = 0
     incarnation: int = 0
 
     def identity(self) -> bytes:
         """Encode as a socket identity."""
-        return f"{self.role}-{self.index}-{self.incarnation}".encode()
+        return f"{self.role}-{self.number}-{self.incarnation}".encode()
 
 
 def parse_peer(identity: bytes) -> Peer | None:
@@ -64,13 +65,13 @@ def _prepare(socket: zmq.Socket[Any]) -> None:
 class Dealer(Generic[Received, Sent]):
     """One end of a private line to a ROUTER. `receive` never blocks."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, me: Peer, received: Any) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, me: Peer, received: object) -> None:
         self.socket = context.socket(zmq.DEALER)
         _prepare(self.socket)
         self.socket.setsockopt(zmq.IDENTITY, me.identity())
         self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(received)
+        self._decoder: Any = msgspec.msgpack.Decoder(received)
         self.num_malformed = 0
 
     def send(self, message: Sent) -> None:
@@ -84,6 +85,41 @@ class Dealer(Generic[Received, Sent]):
                 payload = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
+            try:
+                decoded: Received = self._decoder.decode(payload)
+            except msgspec.MsgspecError as error:
+                self.num_malformed += 1
+                log.warning("dropped a malformed message: %s", error)
+                continue
+            return decoded
+
+    def close(self) -> None:
+        """Close; queued messages get one second to leave."""
+        self.socket.close()
+
+
+class AsyncDealer(Generic[Received, Sent]):
+    """A Dealer for an asyncio loop: `receive` waits."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, me: Peer, received: object
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        _prepare(self.socket)
+        self.socket.setsockopt(zmq.IDENTITY, me.identity())
+        self.socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: Any = msgspec.msgpack.Decoder(received)
+        self.num_malformed = 0
+
+    def send(self, message: Sent) -> None:
+        """Queue a message; returns at once (there is no high-water mark to wait at)."""
+        self.socket.send(self._encoder.encode(message))
+
+    async def receive(self) -> Received:
+        """Wait for the next message; ended by the peer or by cancellation."""
+        while True:
+            payload = await self.socket.recv()
             try:
                 decoded: Received = self._decoder.decode(payload)
             except msgspec.MsgspecError as error:
@@ -112,7 +148,9 @@ class Router(Generic[Received, Sent]):
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoders = {r: msgspec.msgpack.Decoder(t) for r, t in received_by_role.items()}
+        self._decoders: dict[str, Any] = {
+            r: msgspec.msgpack.Decoder(t) for r, t in received_by_role.items()
+        }
         self._waiting: defaultdict[Peer, list[bytes]] = defaultdict(list)
         self._heard: set[Peer] = set()
         self.num_malformed = 0

@@ -1,0 +1,38 @@
+"""What the learner process needs of a trainer: the torch one and the scripted one are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.messages import WeightEntry
+
+
+class Trainer(Protocol):
+    """Policy and optimizer: groups in, weights out."""
+
+    def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
+        """Run forward and backward over these groups; add to the gradient."""
+        ...
+
+    def update(self) -> None:
+        """Apply the gradient. Raises: RunFault("non_finite") before anything has changed."""
+        ...
+
+    def finish_step(self) -> dict[str, float]:
+        """End the step; return its metrics."""
+        ...
+
+    def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
+        """Lay the weights out; return entries and bytes."""
+        ...
+
+    def copy_weights_into(self, buffer: memoryview) -> None:
+        """Write every parameter at its place."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder and the optimizer state."""
+        ...

@@ -1,0 +1,178 @@
+"""The learner's other thread: it answers messages while the main thread trains.
+
+    main thread --commands--> courier <--> scheduler (orders), samplers (the weight transaction)
+
+A lease must be granted within milliseconds, also in the middle of a long training step; torch
+releases the interpreter inside its kernels, so this thread gets its turn. It decides nothing:
+PublishingCore does.
+
+Waits of the main thread: `next_order` is ended by the scheduler; `wait_until_free` by the last
+lease going back, or by the overdue rule. Both also end with an error of this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any, assert_never
+
+import zmq
+
+from asyncrl_node.core.publishing import (
+    AtFault,
+    BufferFree,
+    PublishingCore,
+    PublishingEvent,
+    PublishingInstruction,
+    RequestWrite,
+    Tick,
+    ToSampler,
+    WriteDone,
+)
+from asyncrl_node.messages import (
+    LearnerMessage,
+    LearnerOrder,
+    SamplerFault,
+    WeightNotice,
+    WeightRequest,
+)
+from asyncrl_node.transport.channel import Dealer, Peer, Router, endpoint
+
+log = logging.getLogger(__name__)
+
+_TICK_MS = 100
+
+
+class _End:
+    """The command that ends the thread."""
+
+
+_Command = LearnerMessage | RequestWrite | WriteDone | _End
+
+
+class Courier:
+    """Messages of the learner, on a thread of their own."""
+
+    def __init__(self, core: PublishingCore, sockets_dir: Path) -> None:
+        self._core = core
+        self._sockets_dir = sockets_dir
+        self._zmq = zmq.Context()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[LearnerOrder | BaseException] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[BufferFree | BaseException] = queue.SimpleQueue()
+        self._wake = self._zmq.socket(zmq.PAIR)
+        self._wake.bind("inproc://wake")
+        self._incarnations: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._main, name="courier", daemon=True)
+        self._thread.start()
+
+    # -- the main thread's side --------------------------------------------------------------
+
+    def send(self, message: LearnerMessage) -> None:
+        """Send to the scheduler; returns at once."""
+        self._command(message)
+
+    def next_order(self) -> LearnerOrder:
+        """Wait for the scheduler's next order."""
+        order = self._orders.get()
+        if isinstance(order, BaseException):
+            raise order
+        return order
+
+    def wait_until_free(self) -> None:
+        """Wait until the buffer may be written: no lease is out."""
+        self._command(RequestWrite())
+        free = self._free.get()
+        if isinstance(free, BaseException):
+            raise free
+
+    def announce(self, version: int, weights_hash: int) -> None:
+        """Say that the buffer holds `version`, complete."""
+        self._command(WriteDone(version, weights_hash))
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._command(_End())
+        self._thread.join()
+        self._wake.close()
+        self._zmq.term()
+
+    def _command(self, command: _Command) -> None:
+        self._commands.put(command)
+        self._wake.send(b"")
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - handed to the main thread, which raises it
+            self._orders.put(error)
+            self._free.put(error)
+
+    def _serve(self) -> None:
+        woken = self._zmq.socket(zmq.PAIR)
+        woken.connect("inproc://wake")
+        scheduler: Dealer[LearnerOrder, LearnerMessage] = Dealer(
+            self._zmq, endpoint(self._sockets_dir, "scheduler"), Peer("learner"), LearnerOrder
+        )
+        samplers: Router[WeightRequest, WeightNotice] = Router(
+            self._zmq, endpoint(self._sockets_dir, "weights"), {"sampler": WeightRequest}
+        )
+        poller = zmq.Poller()
+        for socket in (woken, scheduler.socket, samplers.socket):
+            poller.register(socket, zmq.POLLIN)
+        try:
+            while True:
+                poller.poll(_TICK_MS)
+                while woken.poll(0):
+                    woken.recv()
+                    command = self._commands.get()
+                    if isinstance(command, _End):
+                        return
+                    if isinstance(command, RequestWrite | WriteDone):
+                        self._handle(command, scheduler, samplers)
+                    else:
+                        scheduler.send(command)
+                while (order := scheduler.receive()) is not None:
+                    self._orders.put(order)
+                while (received := samplers.receive()) is not None:
+                    peer, request = received
+                    self._incarnations[peer.number] = peer.incarnation
+                    self._handle(request, scheduler, samplers)
+                self._handle(Tick(), scheduler, samplers)
+        finally:
+            woken.close()
+            scheduler.close()
+            samplers.close()
+
+    def _handle(
+        self,
+        event: PublishingEvent,
+        scheduler: Dealer[Any, LearnerMessage],
+        samplers: Router[Any, WeightNotice],
+    ) -> None:
+        for instruction in self._core.handle(event, time.monotonic()):
+            self._obey(instruction, scheduler, samplers)
+
+    def _obey(
+        self,
+        instruction: PublishingInstruction,
+        scheduler: Dealer[Any, LearnerMessage],
+        samplers: Router[Any, WeightNotice],
+    ) -> None:
+        match instruction:
+            case ToSampler():
+                number = instruction.sampler
+                peer = Peer("sampler", number, self._incarnations[number])
+                samplers.send(peer, instruction.message)
+            case BufferFree():
+                self._free.put(instruction)
+            case AtFault():
+                log.error("%s: %s", instruction.name, instruction.story)
+                scheduler.send(SamplerFault(*instruction))
+            case _:
+                assert_never(instruction)

@@ -1,0 +1,267 @@
+"""The learner process.
+
+    publish the first weights -> evaluate
+    each step t:  take (the whole batch, or piece by piece) -> forward/backward -> update
+                  -> record what was trained -> publish t + 1 -> evaluate? -> save? -> row
+    end of data:  evaluate -> save
+
+Waits: for the scheduler's answer to a take or an evaluation (the scheduler names who it waits for),
+and for leases to come back before the buffer is written (the courier's overdue rule ends it).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl_node.config import Config
+from asyncrl_node.core.publishing import PublishingCore
+from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.errors import RunFault
+from asyncrl_node.learner.base import Trainer
+from asyncrl_node.learner.clock import CauseClock
+from asyncrl_node.learner.courier import Courier
+from asyncrl_node.learner.records import TrainedRecords, write_samples
+from asyncrl_node.messages import (
+    Batch,
+    EndOfData,
+    EvaluationDone,
+    LearnerFinished,
+    LearnerHello,
+    Published,
+    RequestEvaluation,
+    StepFinished,
+    Stop,
+    Take,
+    Trained,
+    WeightsManifest,
+)
+from asyncrl_node.plan import engine_of, model_folder, task_of
+from asyncrl_node.process import ProcessContext
+from asyncrl_node.run_directory import slot_folder, weights_path
+from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
+
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """The scheduler wants the run to end: the open batch went back."""
+
+
+def make_trainer(config: Config) -> Trainer:
+    """Make the trainer that goes with the engine; the heavy imports happen here."""
+    if engine_of(config) == "fake":
+        from asyncrl_node.learner.fake_trainer import FakeTrainer
+
+        return FakeTrainer(config)
+    import torch
+
+    from asyncrl_node.learner.trainer import Trainer as TorchTrainer
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return TorchTrainer(
+        config.learner, model_folder(config), config.sampling.temperature, config.seed
+    )
+
+
+class LearnerProcess:
+    """The shell around the trainer and the publishing core."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        config, directory, runtime = context.config, context.directory, context.runtime
+        self._config = config
+        self._directory = directory
+        self._trainer = make_trainer(config)
+        entries, num_bytes = self._trainer.manifest()
+        manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
+        self._export = SharedMemoryExport(weights_path(runtime), manifest)
+        core = PublishingCore(manifest, config.weights_overdue_s)
+        self._courier = Courier(core, Path(runtime.sockets_dir))
+        self._slots = slot_folder(runtime)
+        self._task = task_of(config)
+        self._records = TrainedRecords(
+            directory.trained, config.pacing.max_steps_off_policy, runtime.run_attempt
+        )
+        self._version = config.start_version
+        self._saved_version = -1
+        self._num_orders = 0
+        self._num_evaluations = 0
+        self._last_version = config.start_version + config.steps
+        self._clock = CauseClock()
+
+    def run(self) -> None:
+        """Train to the end of the data, the step limit or an interruption."""
+        try:
+            self._publish(self._version)
+            self._courier.send(LearnerHello(os.getpid(), self._version))
+            self._train()
+            self._courier.send(LearnerFinished())
+        finally:
+            self._records.close()
+            self._courier.close()
+            self._export.close()
+
+    def _train(self) -> None:
+        try:
+            self._evaluate(wait=True)
+            while self._step():
+                pass
+            if self._version < self._last_version:
+                self._evaluate(wait=True)  # the data ended first
+        except Interrupted:
+            log.info("interrupted at version %d", self._version)
+        self._save()
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Train one step and publish; False when nothing is left to train."""
+        step = self._version
+        if step == self._last_version or not self._train_batch(step):
+            return False
+        metrics = self._trainer.finish_step()
+        metrics.update(self._records.finish_step())
+        self._courier.send(Trained(step))
+        with self._clock.cause("publish"):
+            self._publish(step + 1)
+        try:
+            self._after_publication()
+        finally:  # an interruption here still leaves the step's row
+            metrics.update(self._clock.row())
+            self._courier.send(StepFinished(step, metrics))
+        return True
+
+    def _train_batch(self, step: int) -> bool:
+        """Take and train the batch of a step; False when there is nothing more to train."""
+        learner = self._config.learner
+        trained: list[TrajectoryGroup] = []
+        pieces = self._pieces(step)
+        closed = False
+        for _ in range(learner.num_substeps):
+            num_before = len(trained)
+            for _ in range(learner.num_minibatches):
+                piece, closed = ([], True) if closed else next(pieces)
+                if piece:
+                    with self._clock.cause("train"):
+                        self._trainer.accumulate(piece, step)
+                    trained += piece
+            if len(trained) > num_before:
+                with self._clock.cause("train"):
+                    self._trainer.update()
+        if trained:
+            self._records.add(step, trained)
+            path = self._directory.rollouts / f"step-{step:06d}.jsonl"
+            count = self._config.logging.num_logged_rollouts
+            write_samples(path, step, trained, self._task, count)
+        return bool(trained)
+
+    def _pieces(self, step: int) -> Iterator[tuple[list[TrajectoryGroup], bool]]:
+        """Yield the batch in num_substeps * num_minibatches pieces, and whether each is the last.
+
+        Streaming takes each piece when it is wanted; otherwise the whole batch is taken at once
+        and cut. A short batch has fewer or smaller pieces. At the end of the data: nothing, last.
+        """
+        batch = self._config.pacing.groups_per_batch
+        size = batch // (self._config.learner.num_substeps * self._config.learner.num_minibatches)
+        if self._config.pacing.streaming:
+            closed = False
+            while not closed:
+                groups, closed = self._take(step, size)
+                yield groups, closed
+        groups, _ = self._take(step, batch)
+        for start in range(0, len(groups), size):
+            yield groups[start : start + size], start + size >= len(groups)
+        yield [], True
+
+    def _take(self, step: int, num_groups: int) -> tuple[list[TrajectoryGroup], bool]:
+        """Take groups; returns them and whether they close the batch. Raises: Interrupted."""
+        self._num_orders += 1
+        with self._clock.cause("waiting_for_fill"):
+            self._courier.send(Take(self._num_orders, step, num_groups))
+            batch = self._wait_for_batch()
+        if batch is None:
+            return [], True
+        if batch.order != self._num_orders or batch.step != step:
+            raise RunFault("wrong_answer", f"asked {self._num_orders} for {step}, got {batch}")
+        self._clock.move(
+            "waiting_for_fill", "waiting_for_stragglers", batch.waited_for_stragglers_s
+        )
+        groups = [self._slots.read_group(g.key, g.num_bytes, g.checksum) for g in batch.groups]
+        for group, told in zip(groups, batch.groups, strict=True):
+            if (group.problem, group.epoch) != (told.problem, told.epoch):
+                raise RunFault("wrong_slot", f"{told} holds problem {group.problem}")
+        return groups, batch.closes
+
+    def _wait_for_batch(self) -> Batch | None:
+        while True:
+            order = self._courier.next_order()
+            match order:
+                case Batch():
+                    return order
+                case EndOfData(reason="done"):
+                    return None
+                case EndOfData() | Stop():
+                    raise Interrupted
+                case EvaluationDone():
+                    continue  # of an evaluation that nobody waits for
+
+    # -- after a step ------------------------------------------------------------------------
+
+    def _publish(self, version: int) -> None:
+        """Make the weights public: complete in the buffer, announced; then slots are freed."""
+        self._courier.wait_until_free()
+        with self._export.begin_write() as area:
+            self._trainer.copy_weights_into(area)
+        self._courier.announce(version, self._export.end_write(version))
+        self._courier.send(Published(version))
+        self._version = version
+
+    def _after_publication(self) -> None:
+        done = self._version - self._config.start_version
+        if self._version == self._last_version:
+            self._evaluate(wait=True)
+        elif self._config.eval_every and done % self._config.eval_every == 0:
+            self._evaluate(wait=False)
+        if self._config.save_every and done % self._config.save_every == 0:
+            with self._clock.cause("checkpoint"):
+                self._save()
+
+    def _evaluate(self, wait: bool) -> None:
+        """Ask for an evaluation of the present version. Raises: Interrupted."""
+        if self._config.eval_problems == 0:
+            return
+        self._num_evaluations += 1
+        request = RequestEvaluation(self._num_evaluations, self._version, self._version)
+        self._courier.send(request)
+        if not wait:
+            return
+        with self._clock.cause("eval"):
+            while True:
+                order = self._courier.next_order()
+                if isinstance(order, EndOfData | Stop):
+                    raise Interrupted
+                if isinstance(order, EvaluationDone) and order.evaluation == request.evaluation:
+                    return
+
+    def _save(self) -> None:
+        """Write a checkpoint: a draft folder, renamed when it is whole."""
+        if self._saved_version == self._version:
+            return
+        folder = self._directory.checkpoint(self._version)
+        draft = folder.with_name(f".{folder.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        self._trainer.save(draft)
+        draft.rename(folder)
+        self._saved_version = self._version
+
+
+def main(context: ProcessContext) -> None:
+    """Run the learner."""
+    process = LearnerProcess(context)
+    gc.freeze()
+    process.run()

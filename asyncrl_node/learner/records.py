@@ -1,0 +1,130 @@
+"""What was trained, read from the data at the moment it is trained: trained.jsonl and staleness.
+
+Nothing here comes from the scheduler's books: versions and token counts are those of the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.errors import RunFault
+from asyncrl_node.tasks.base import Task
+from asyncrl_node.transport.rows import RowFile
+
+
+class TrainedRow(msgspec.Struct, frozen=True):
+    """One group as it is trained."""
+
+    step: int
+    group: int
+    problem: int
+    epoch: int
+    version_min: int
+    version_max: int
+    num_rollouts: int
+    num_tokens: int
+    """Sampled tokens."""
+    run_attempt: int
+
+
+class StalenessSums:
+    """Staleness of one step's groups (by oldest token) and of their tokens."""
+
+    def __init__(self) -> None:
+        self.by_group: list[int] = []
+        self.token_sum = 0
+        self.num_tokens = 0
+
+    def add(self, step: int, versions: np.typing.NDArray[np.int32]) -> None:
+        """Count one group; `versions` are those of its sampled tokens."""
+        self.by_group.append(step - int(versions.min()))
+        self.token_sum += step * len(versions) - int(versions.sum(dtype=np.int64))
+        self.num_tokens += len(versions)
+
+    def row(self) -> dict[str, float]:
+        """Return the staleness metrics of the step."""
+        groups = self.by_group or [0]
+        return {
+            "async/staleness_max": float(max(groups)),
+            "async/staleness_min": float(min(groups)),
+            "async/staleness_mean": sum(groups) / len(groups),
+            "async/token_staleness_mean": self.token_sum / max(1, self.num_tokens),
+            "async/trained_groups": float(len(self.by_group)),
+        }
+
+
+class TrainedRecords:
+    """Writes trained.jsonl and checks the bound once more, at the point of use."""
+
+    def __init__(self, path: Path, bound: int | None, run_attempt: int) -> None:
+        self._file = RowFile(path)
+        self._bound = bound
+        self._run_attempt = run_attempt
+        self.staleness = StalenessSums()
+
+    def add(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Record groups as trained in `step`. Raises: RunFault("bound_broken")."""
+        for group in groups:
+            versions = group.policy_versions[group.loss_mask]
+            row = TrainedRow(
+                step=step,
+                group=group.group_id,
+                problem=group.problem,
+                epoch=group.epoch,
+                version_min=int(versions.min()),
+                version_max=int(versions.max()),
+                num_rollouts=len(group.rewards),
+                num_tokens=len(versions),
+                run_attempt=self._run_attempt,
+            )
+            if self._bound is not None and step - row.version_min > self._bound:
+                raise RunFault("bound_broken", f"{row} is staler than {self._bound} steps")
+            self.staleness.add(step, versions)
+            self._file.write(row)
+
+    def finish_step(self) -> dict[str, float]:
+        """Return the step's staleness metrics; start anew."""
+        row = self.staleness.row()
+        self.staleness = StalenessSums()
+        return row
+
+    def close(self) -> None:
+        """Make the records durable."""
+        self._file.close()
+
+
+def write_samples(
+    path: Path, step: int, groups: Sequence[TrajectoryGroup], task: Task, count: int
+) -> None:
+    """Write the first `count` rollouts of a batch as readable text."""
+    rows: list[dict[str, object]] = []
+    for group in groups:
+        for number, (start, end) in enumerate(
+            zip(group.rollout_starts[:-1], group.rollout_starts[1:], strict=True)
+        ):
+            if len(rows) == count:
+                break
+            tokens, mask = group.tokens[start:end], group.loss_mask[start:end]
+            first = int(mask.argmax())
+            rows.append(
+                {
+                    "step": step,
+                    "group": group.group_id,
+                    "problem": group.problem,
+                    "rollout": number,
+                    "reward": float(group.rewards[number]),
+                    "prompt": task.decode(tokens[:first].tolist()),
+                    "completion": task.decode(tokens[first:].tolist()),
+                    "versions": sorted(set(group.policy_versions[start:end][mask].tolist())),
+                }
+            )
+    if rows:
+        file = RowFile(path)
+        for row in rows:
+            file.write(row)
+        file.close()

@@ -1,0 +1,207 @@
+"""Running one rollout: environment, engine, time budget; tokens in, tokens out.
+
+    reset -> prompt -> generate -> step -> observation -> generate -> ... -> Outcome
+
+What the model produced is what is recorded, token by token, with the log-probability and the
+version that the engine stamped. Observations are masked out. Nothing is re-tokenised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncrl_node.core.order import mix
+from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.core.sampling import RolloutSummary
+from asyncrl_node.engines.base import Completion, Engine, GenerateRequest
+from asyncrl_node.messages import GroupKey
+from asyncrl_node.tasks.base import Environment, Outcome
+
+
+class RolloutLimits(NamedTuple):
+    """Budgets of one rollout."""
+
+    max_new_tokens: int
+    """Per turn."""
+    max_turns: int
+    max_tokens: int
+    """In all, prompt and observations included."""
+    temperature: float
+    timeout_s: float
+    stop_token_ids: tuple[int, ...]
+
+
+class Rollout:
+    """One sampled attempt at one problem; T tokens, prompt first (style.md)."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.loss_mask: list[bool] = []
+        self.sampler_logprobs: list[float] = []
+        self.policy_versions: list[int] = []
+        self.reward = 0.0
+        self.timed_out = False
+
+    def add_prompt(self, tokens: list[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        count = len(tokens)
+        self.tokens += tokens
+        self.loss_mask += [False] * count
+        self.sampler_logprobs += [0.0] * count
+        self.policy_versions += [-1] * count
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append what the policy sampled."""
+        self.tokens += completion.tokens
+        self.loss_mask += [True] * len(completion.tokens)
+        self.sampler_logprobs += completion.logprobs
+        self.policy_versions += completion.policy_versions
+
+    def summary(self) -> RolloutSummary:
+        """Summarize for the decisions."""
+        versions = [v for v in self.policy_versions if v >= 0]
+        return RolloutSummary(
+            reward=self.reward,
+            num_tokens=len(versions),
+            version_min=min(versions, default=-1),
+            version_max=max(versions, default=-1),
+            timed_out=self.timed_out,
+        )
+
+
+class EngineFailure(Exception):
+    """The engine, not the environment, failed a rollout."""
+
+
+class RolloutRunner:
+    """Runs rollouts on one engine."""
+
+    def __init__(self, engine: Engine, limits: RolloutLimits) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._next_request = 0
+
+    async def run(
+        self, environment: Environment, seed: int, on_first_token: Callable[[int], None]
+    ) -> Rollout:
+        """Run one rollout to its end or to its time budget.
+
+        A rollout past the budget is cut off, graded as it stands and its reward clamped to at most
+        0. Raises: whatever the environment raises; EngineFailure; ValueError for a rollout that
+        sampled nothing or whose reward is not finite.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self._limits.timeout_s
+        rollout = Rollout()
+        try:
+            async with asyncio.timeout_at(deadline_s) as budget:
+                observation = await environment.reset()
+                outcome = await self._turns(
+                    environment, rollout, observation, seed, on_first_token, deadline_s
+                )
+        except TimeoutError:
+            if not budget.expired():
+                raise
+            outcome = await self._grade_cut_off(environment, rollout, [])
+        if rollout.timed_out:
+            outcome = Outcome(min(0.0, outcome.reward))
+        _check(rollout, outcome)
+        rollout.reward = float(outcome.reward)
+        return rollout
+
+    async def _turns(
+        self,
+        environment: Environment,
+        rollout: Rollout,
+        observation: list[int],
+        seed: int,
+        on_first_token: Callable[[int], None],
+        deadline_s: float,
+    ) -> Outcome:
+        limits = self._limits
+        for turn in range(limits.max_turns):
+            rollout.add_prompt(observation)
+            room = min(limits.max_new_tokens, limits.max_tokens - len(rollout.tokens))
+            if room < 1:
+                return await environment.grade_partial([])
+            completion = await self._generate(
+                rollout.tokens, room, mix(seed, turn) >> 1, on_first_token, deadline_s
+            )
+            rollout.add_completion(completion)
+            if completion.finish_reason == "abort":
+                return await self._grade_cut_off(environment, rollout, completion.tokens)
+            answer = await environment.step(completion.tokens)
+            if isinstance(answer, Outcome):
+                return answer
+            observation = answer
+        return await environment.grade_partial([])
+
+    async def _generate(
+        self,
+        tokens: list[int],
+        room: int,
+        seed: int,
+        on_first_token: Callable[[int], None],
+        deadline_s: float,
+    ) -> Completion:
+        """Generate one turn; at the deadline the engine is asked for what it has."""
+        self._next_request += 1
+        request = GenerateRequest(
+            request_id=self._next_request,
+            prompt_tokens=list(tokens),
+            max_new_tokens=room,
+            temperature=self._limits.temperature,
+            seed=seed,
+            stop_token_ids=self._limits.stop_token_ids,
+        )
+        loop = asyncio.get_running_loop()
+        # A little before the budget: the partial is worth more than a cancelled generation.
+        timer = loop.call_at(deadline_s - 1e-3, self._engine.abort, request.request_id)
+        generation = asyncio.ensure_future(self._engine.generate(request, on_first_token))
+        try:
+            return await asyncio.shield(generation)
+        except asyncio.CancelledError:
+            self._engine.abort(request.request_id)
+            if not generation.done():
+                await asyncio.wait([generation])
+            raise
+        except Exception as error:
+            raise EngineFailure(f"{type(error).__name__}: {error}") from error
+        finally:
+            timer.cancel()
+
+    async def _grade_cut_off(
+        self, environment: Environment, rollout: Rollout, tokens: list[int]
+    ) -> Outcome:
+        rollout.timed_out = True
+        return await environment.grade_partial(tokens)
+
+
+def _check(rollout: Rollout, outcome: Outcome) -> None:
+    if not any(rollout.loss_mask):
+        raise ValueError("the rollout ended before its first sampled token")
+    if not np.isfinite(outcome.reward):
+        raise ValueError(f"the reward is not finite: {outcome.reward}")
+
+
+def build_group(
+    key: GroupKey, problem: int, epoch: int, rollouts: list[Rollout]
+) -> TrajectoryGroup:
+    """Lay rollouts back to back."""
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    return TrajectoryGroup(
+        group_id=key.group_id,
+        problem=problem,
+        epoch=epoch,
+        tokens=np.concatenate([np.asarray(r.tokens, np.int32) for r in rollouts]),
+        loss_mask=np.concatenate([np.asarray(r.loss_mask, bool) for r in rollouts]),
+        sampler_logprobs=np.concatenate(
+            [np.asarray(r.sampler_logprobs, np.float32) for r in rollouts]
+        ),
+        policy_versions=np.concatenate([np.asarray(r.policy_versions, np.int32) for r in rollouts]),
+        rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        rewards=np.asarray([r.reward for r in rollouts], np.float32),
+    )

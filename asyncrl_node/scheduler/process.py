@@ -1,0 +1,164 @@
+"""The scheduler process: receive -> core -> obey. It decides nothing.
+
+    samplers, learner, launcher --ROUTER--> SchedulerCore --instructions--> sockets, slots, ledger
+
+Its one wait is the poll on its socket, ended by any message or after 50 ms (for the clock).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, assert_never
+
+import msgspec
+import zmq
+
+from asyncrl_node.config import Config
+from asyncrl_node.core.instructions import (
+    Finish,
+    Instruction,
+    Record,
+    ReleaseSlot,
+    ReserveSlot,
+    ToLauncher,
+    ToLearner,
+    ToSampler,
+    WriteRow,
+)
+from asyncrl_node.core.order import problem_order
+from asyncrl_node.core.scheduling import SchedulerCore, SchedulerSettings, Tick
+from asyncrl_node.messages import (
+    LauncherMessage,
+    LauncherReport,
+    LearnerMessage,
+    LearnerOrder,
+    SamplerExited,
+    SamplerHello,
+    SamplerMessage,
+    SamplerOrder,
+)
+from asyncrl_node.plan import pacing_rule, task_of
+from asyncrl_node.process import ProcessContext
+from asyncrl_node.run_directory import slot_folder
+from asyncrl_node.scheduler.ledger import Ledger
+from asyncrl_node.transport.channel import Peer, Router, endpoint
+from asyncrl_node.transport.rows import RowFile
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_STATUS_EVERY_S = 0.2
+_FLUSH_EVERY_S = 0.05
+
+LEARNER = Peer("learner")
+LAUNCHER = Peer("launcher")
+
+
+def scheduler_settings(config: Config) -> SchedulerSettings:
+    """Pick what the core needs."""
+    return SchedulerSettings(
+        rule=pacing_rule(config),
+        group_size=config.pacing.group_size,
+        num_substeps=config.learner.num_substeps,
+        seed=config.seed,
+        start_version=config.start_version,
+        filter_constant_rewards=config.pacing.filter_constant_rewards,
+        eval_problems=config.eval_problems,
+        warn_every_s=config.warn_every_s,
+        rollout_timeout_s=config.sampling.rollout_timeout_s,
+    )
+
+
+class SchedulerProcess:
+    """The shell around the core."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        config, directory, runtime = context.config, context.directory, context.runtime
+        task = task_of(config)
+        problems = problem_order(task.num_train_problems, config.seed, config.epochs)
+        self.core = SchedulerCore(scheduler_settings(config), problems)
+        self._slots = slot_folder(runtime)
+        self._ledger = Ledger(directory.ledger, runtime.run_attempt)
+        self._rows = RowFile(directory.metrics)
+        self._zmq = zmq.Context()
+        self._router: Router[Any, Any] = Router(
+            self._zmq,
+            endpoint(Path(runtime.sockets_dir), "scheduler"),
+            {"sampler": SamplerMessage, "learner": LearnerMessage, "launcher": LauncherMessage},
+        )
+        self._incarnations: dict[int, int] = {}
+        self._last_flush_s = 0.0
+        self._last_status_s = 0.0
+        self._finished = False
+
+    def run(self) -> None:
+        """Serve until the core says that everything is recorded."""
+        try:
+            while not self._finished:
+                self._router.socket.poll(_TICK_S * 1000)
+                self._drain_socket()
+                self._obey(self.core.handle(Tick(), time.monotonic()))
+                self._housekeeping()
+        finally:
+            self._ledger.close()
+            self._rows.close()
+            self._router.close()
+            self._zmq.term()
+
+    def _drain_socket(self) -> None:
+        while not self._finished and (received := self._router.receive()) is not None:
+            peer, message = received
+            if isinstance(message, SamplerHello):
+                self._incarnations[message.sampler] = message.incarnation
+                log.info("%s, pid %d", peer, message.pid)
+            elif isinstance(message, SamplerExited):
+                log.warning("sampler %d of incarnation %d is gone", peer.number, peer.incarnation)
+            self._obey(self.core.handle(message, time.monotonic()))
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case ToSampler():
+                    self._send_sampler(instruction.sampler, instruction.message)
+                case ToLearner():
+                    self._send(LEARNER, instruction.message)
+                case ToLauncher():
+                    self._report(instruction.message)
+                case ReserveSlot():
+                    self._slots.reserve(instruction.key)
+                case ReleaseSlot():
+                    self._slots.release(instruction.key)
+                case Record():
+                    self._ledger.add(instruction, time.time())
+                case WriteRow():
+                    self._rows.write(instruction.row)
+                case Finish():
+                    self._finished = True
+                case _:
+                    assert_never(instruction)
+
+    def _send_sampler(self, sampler: int, order: SamplerOrder) -> None:
+        self._send(Peer("sampler", sampler, self._incarnations[sampler]), order)
+
+    def _send(self, peer: Peer, message: SamplerOrder | LearnerOrder) -> None:
+        self._router.send(peer, message)
+
+    def _report(self, report: LauncherReport) -> None:
+        log.info("%s", msgspec.json.encode(report).decode())
+        self._router.send(LAUNCHER, report)
+
+    def _housekeeping(self) -> None:
+        now = time.monotonic()
+        if now - self._last_flush_s >= _FLUSH_EVERY_S:
+            self._last_flush_s = now
+            self._ledger.flush()
+        if now - self._last_status_s >= _STATUS_EVERY_S:
+            self._last_status_s = now
+            self._router.send(LAUNCHER, self.core.status())
+
+
+def main(context: ProcessContext) -> None:
+    """Run the scheduler."""
+    SchedulerProcess(context).run()

@@ -1,0 +1,331 @@
+"""The launcher's work: start, watch and stop the processes of one run (see launch.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import assert_never
+
+import zmq
+
+from asyncrl_node.cli import parse_command_line
+from asyncrl_node.config import Config
+from asyncrl_node.config_file import encode_config
+from asyncrl_node.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RUN_FAULT,
+    EXIT_USER_ERROR,
+    ConfigError,
+    RunFault,
+)
+from asyncrl_node.inspect.follow import RowFollower
+from asyncrl_node.inspect.loggers import MetricLogger, check_loggers, make_loggers
+from asyncrl_node.inspect.summary import print_summary
+from asyncrl_node.inspect.view import View, make_view
+from asyncrl_node.messages import (
+    Drain,
+    LauncherHello,
+    LauncherMessage,
+    LauncherReport,
+    RestartSampler,
+    RunEnded,
+    SamplerExited,
+    Status,
+    Warned,
+)
+from asyncrl_node.plan import (
+    check_config,
+    check_machine,
+    check_run_dir,
+    describe,
+    loss_notes,
+    num_samplers,
+    run_slot_bytes,
+    task_of,
+)
+from asyncrl_node.process import LAUNCHER_PID, read_fault
+from asyncrl_node.run_directory import (
+    RunDirectory,
+    Runtime,
+    new_runtime,
+    sweep,
+    write_atomically,
+)
+from asyncrl_node.transport.channel import Dealer, Peer, endpoint
+
+_POLL_MS = 100
+_MAX_RESTARTS = 3
+_END_WITHIN_S = 15.0
+
+
+class Child:
+    """One process of the run."""
+
+    def __init__(self, name: str, command: list[str], directory: RunDirectory) -> None:
+        self.name = name
+        with (directory.logs / f"{name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+            )
+
+    def exit_code(self) -> int | None:
+        """Return how it ended, or None while it runs."""
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """End it now and reap it."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Sampler:
+    """One sampler's place: its present process, and how often it was restarted."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.incarnation = 0
+        self.child: Child | None = None
+
+
+def _environment() -> dict[str, str]:
+    """One thread per process: two OpenMP threads each on two cores made a job ten times slower."""
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {LAUNCHER_PID: str(os.getpid())}
+    return {**os.environ, **dict.fromkeys(threads, "1"), **quiet, **own}
+
+
+class Supervisor:
+    """All processes of one run."""
+
+    def __init__(self, config: Config, directory: RunDirectory, runtime: Runtime) -> None:
+        self._config = config
+        self._directory = directory
+        self._zmq = zmq.Context()
+        address = endpoint(Path(runtime.sockets_dir), "scheduler")
+        self._scheduler: Dealer[LauncherReport, LauncherMessage] = Dealer(
+            self._zmq, address, Peer("launcher"), LauncherReport
+        )
+        self._children: list[Child] = []
+        self._samplers = [Sampler(index) for index in range(num_samplers(config))]
+        self._signals: list[int] = []
+        self._drained = False
+        self.ended: RunEnded | None = None
+
+    # -- life --------------------------------------------------------------------------------
+
+    def run(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+        """Start everything; return when the run has ended. Raises: RunFault."""
+        with self._catch_signals():
+            try:
+                self._start()
+                while self.ended is None and len(self._signals) < 2:
+                    self._poll(each_poll)
+                self._wait_for_exits(each_poll)
+            finally:
+                self._kill_all()
+                self._scheduler.close()
+                self._zmq.term()
+
+    @property
+    def interrupted(self) -> bool:
+        """True once the user has asked for the end."""
+        return bool(self._signals)
+
+    def _start(self) -> None:
+        self._scheduler.send(LauncherHello())
+        self._spawn("scheduler", "scheduler")
+        self._spawn("learner", "learner")
+        for sampler in self._samplers:
+            self._spawn_sampler(sampler)
+
+    def _spawn(self, name: str, role: str, *more: str) -> Child:
+        command = [sys.executable, "-m", f"asyncrl_node.{role}"]
+        command += ["--run-dir", str(self._directory.path), *more]
+        child = Child(name, command, self._directory)
+        self._children.append(child)
+        return child
+
+    def _spawn_sampler(self, sampler: Sampler) -> None:
+        sampler.child = self._spawn(
+            f"sampler-{sampler.index}",
+            "sampler",
+            *("--index", str(sampler.index), "--incarnation", str(sampler.incarnation)),
+        )
+
+    def _poll(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+        self._scheduler.socket.poll(_POLL_MS)
+        while (report := self._scheduler.receive()) is not None:
+            self._digest(report)
+            each_poll(report)
+        each_poll(None)
+        if self.ended is None:
+            self._watch_children()
+        if self._signals and not self._drained:
+            self._drained = True
+            self._scheduler.send(Drain())
+
+    def _digest(self, report: LauncherReport) -> None:
+        match report:
+            case RunEnded():
+                self.ended = report
+            case RestartSampler():
+                sampler = self._samplers[report.sampler]
+                if sampler.incarnation == report.incarnation:
+                    self._restart(sampler, report.name, report.story)
+            case Status() | Warned():
+                pass
+            case _:
+                assert_never(report)
+
+    # -- deaths ------------------------------------------------------------------------------
+
+    def _watch_children(self) -> None:
+        for sampler in self._samplers:
+            child = sampler.child
+            if child is not None and (code := child.exit_code()) is not None:
+                fault = read_fault(self._directory, child.name)
+                story = fault.story if fault else f"{child.name} {_died(code)}"
+                self._restart(sampler, fault.name if fault else "sampler_died", story)
+        samplers = [sampler.child for sampler in self._samplers]
+        for child in self._children:
+            if child not in samplers and (code := child.exit_code()) is not None:
+                self._stop_for(child, code)
+
+    def _stop_for(self, child: Child, code: int) -> None:
+        """The learner or the scheduler is gone: the run cannot go on."""
+        if self.ended is not None or (child.name == "learner" and code == 0):
+            return
+        fault = read_fault(self._directory, child.name)
+        if fault is not None:
+            raise RunFault(fault.name, f"{child.name}: {fault.story}")
+        log = self._directory.logs / f"{child.name}.log"
+        raise RunFault(f"{child.name}_died", f"the {child.name} {_died(code)}; see {log}")
+
+    def _restart(self, sampler: Sampler, name: str, story: str) -> None:
+        """Replace a sampler; its groups restart on their slots. Too often: stop by name."""
+        assert sampler.child is not None
+        sampler.child.kill()
+        self._children.remove(sampler.child)
+        if sampler.incarnation >= _MAX_RESTARTS:
+            raise RunFault("crash_loop", f"sampler {sampler.index} ended again, {name}: {story}")
+        self._scheduler.send(SamplerExited(sampler.index, sampler.incarnation))
+        sampler.incarnation += 1
+        fault = self._directory.logs / f"sampler-{sampler.index}.fault"
+        fault.unlink(missing_ok=True)
+        self._spawn_sampler(sampler)
+
+    def _wait_for_exits(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+        """Give the processes the time to end by themselves; the owner of this wait is the clock."""
+        until_s = time.monotonic() + _END_WITHIN_S
+        while time.monotonic() < until_s and len(self._signals) < 2:
+            if all(child.exit_code() is not None for child in self._children):
+                return
+            each_poll(None)
+            self._scheduler.socket.poll(_POLL_MS)
+            self._scheduler.receive()
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.kill()
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._signals.append(number)
+
+
+def _died(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+class _Screen:
+    """What each poll feeds: view, loggers."""
+
+    def __init__(self, view: View, rows: RowFollower, loggers: list[MetricLogger]) -> None:
+        self._view = view
+        self._rows = rows
+        self._loggers = loggers
+
+    def __call__(self, report: LauncherReport | None) -> None:
+        if isinstance(report, Status):
+            self._view.show_status(report)
+        elif isinstance(report, Warned):
+            self._view.warn(report.text)
+        elif isinstance(report, RestartSampler):
+            self._view.warn(f"sampler {report.sampler} restarts: {report.story}")
+        for row in self._rows.new_rows():
+            self._view.show_row(row)
+            for logger in self._loggers:
+                logger.log(row)
+
+
+def main(arguments: list[str]) -> int:
+    """Run launch.py; return its exit code."""
+    try:
+        command = parse_command_line(arguments)
+        if command.resume:
+            raise ConfigError("resume", "is not built yet", command.resume)
+        config = command.config
+        check_config(config)
+        check_loggers(config)
+        if command.dry_run:
+            sys.stdout.write(describe(config) + "\n")
+            return 0
+        path = check_run_dir(config)
+        check_machine(config)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    return _run(config, RunDirectory(path.absolute()))
+
+
+def _run(config: Config, directory: RunDirectory) -> int:
+    began_s = time.monotonic()
+    directory.create()
+    write_atomically(directory.config, encode_config(config))
+    runtime = new_runtime(run_slot_bytes(config, task_of(config)))
+    directory.write_runtime(runtime)
+    fault: RunFault | None = None
+    loggers = make_loggers(config, directory)
+    supervisor = Supervisor(config, directory, runtime)
+    try:
+        with make_view(config, directory) as view:
+            for note in loss_notes(config):
+                view.warn(note)
+            screen = _Screen(view, RowFollower(directory.metrics), loggers)
+            supervisor.run(screen)
+            screen(None)
+    except RunFault as error:
+        fault = error
+    finally:
+        sweep(runtime)
+        directory.runtime.unlink(missing_ok=True)
+        for logger in loggers:
+            logger.close()
+    print_summary(config, directory, supervisor.ended, fault, time.monotonic() - began_s)
+    if fault is not None:
+        sys.stderr.write(f"stopped: {fault}\n")
+        return EXIT_RUN_FAULT
+    return EXIT_INTERRUPTED if supervisor.interrupted else 0
