@@ -81,6 +81,8 @@ class WriteRow(NamedTuple):
 class Finish(NamedTuple):
     """Everything is recorded: end the process."""
 
+    reason: str
+
 
 Instruction = (
     ToSampler | ToLearner | ToLauncher | ReserveSlot | ReleaseSlot | Record | WriteRow | Finish

@@ -591,7 +591,7 @@ class SchedulerCore:
             failed=totals.failed,
             leftover=totals.leftover,
         )
-        self._out.extend([ToLauncher(ended), Finish()])
+        self._out.extend([ToLauncher(ended), Finish(ended.reason)])
         self.ended = True
 
     # -- words -------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ from asyncrl_node.messages import WeightEntry
 MAX_PREFILL_TOKENS = 8192
 """Padded prompt tokens in one forward pass; a longer single prompt still goes alone."""
 
-_LENGTH_STEP = 16
-"""Decoding attends to a multiple of this many positions: softmax on a CPU is 8 x slower below."""
+_SHORTEST_ATTENTION = 16
+"""Decoding attends to this many positions at least: softmax on a CPU is 8 x slower below."""
 
 _ROW = np.dtype(
     [("token", np.int64), ("position", np.int64), ("stream", np.uint64), ("temperature", "f8")]
@@ -129,7 +129,7 @@ class KVCache:
         self, config: ModelConfig, max_rows: int, max_context: int, device: str, dtype: torch.dtype
     ) -> None:
         self.num_kv = config.num_key_value_heads
-        context = _round_up(max_context)
+        context = max(max_context, _SHORTEST_ATTENTION)
         shape = (config.num_hidden_layers, 2, max_rows, self.num_kv, context, config.head_size)
         # zeros: a masked position still meets its value (0 * x), so no NaN may lie there
         self._kv = torch.zeros(shape, dtype=dtype, device=device)
@@ -141,6 +141,7 @@ class KVCache:
         )
         """[2 KV]: where row 0 of each key head and each value head starts in `_by_layer`."""
         self._columns = torch.arange(context, device=device)
+        self._zero, self._minus_infinity = self._kv.new_tensor([0.0, -torch.inf])
 
     def places(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -156,13 +157,12 @@ class KVCache:
     def mask(self, positions: Tensor, length: int) -> Tensor:
         """Let row r see positions 0 .. positions[r]: [n KV, 1, L] to be added to the scores.
 
-        L is `length`, the largest position + 1, rounded up.
+        L is `length`, the largest position + 1, or a little more.
         """
-        hidden = self._columns[: _round_up(length)] > positions.unsqueeze(1)
-        added = torch.zeros(hidden.shape, dtype=self._kv.dtype, device=self._kv.device)
-        added.masked_fill_(hidden, -torch.inf)
+        columns = self._columns[: max(length, _SHORTEST_ATTENTION)]
+        added = torch.where(columns > positions.unsqueeze(1), self._minus_infinity, self._zero)
         per_head = added.unsqueeze(1).expand(-1, self.num_kv, -1)
-        return per_head.reshape(-1, 1, added.shape[1])
+        return per_head.reshape(-1, 1, len(columns))
 
     def decode(self, layer: int, queries: Tensor, mask: Tensor) -> Tensor:
         """Attend with one query token per row, rows 0 .. n-1: [n, H, D] -> [n, H D]."""
@@ -315,10 +315,6 @@ def _streams(sequences: list[_Sequence]) -> npt.NDArray[np.uint64]:
 def _uniforms(streams: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Turn streams [n] into numbers in [0, 1 - 2**-52]."""
     return (_mixed(streams) >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
 
 
 class TorchEngine(Engine):

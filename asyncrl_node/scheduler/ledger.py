@@ -56,6 +56,11 @@ class Ledger:
             (time_s, self._run_attempt, record.event, key.group_id, key.attempt, *record[2:])
         )
 
+    def add_end(self, reason: str, time_s: float) -> None:
+        """Note that the run has ended and every group has an end."""
+        blank = (-1,) * 8
+        self._rows.append((time_s, self._run_attempt, "ended", -1, *blank, reason))
+
     def flush(self) -> None:
         """Write what is queued, in one transaction."""
         if self._rows:

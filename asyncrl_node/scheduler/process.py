@@ -135,6 +135,7 @@ class SchedulerProcess:
                 case WriteRow():
                     self._rows.write(instruction.row)
                 case Finish():
+                    self._ledger.add_end(instruction.reason, time.time())
                     self._finished = True
                 case _:
                     assert_never(instruction)
