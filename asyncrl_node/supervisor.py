@@ -109,9 +109,16 @@ def _environment() -> dict[str, str]:
 class Supervisor:
     """All processes of one run."""
 
-    def __init__(self, config: Config, directory: RunDirectory, runtime: Runtime) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        runtime: Runtime,
+        show: Callable[[LauncherReport | None], None],
+    ) -> None:
+        """Take `show`, which is called with every report, and with None several times a second."""
         self._directory = directory
+        self._show = show
         self._zmq = zmq.Context()
         address = endpoint(Path(runtime.sockets_dir), "scheduler")
         self._scheduler: Dealer[LauncherReport, LauncherMessage] = Dealer(
@@ -125,14 +132,14 @@ class Supervisor:
 
     # -- life --------------------------------------------------------------------------------
 
-    def run(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+    def run(self) -> None:
         """Start everything; return when the run has ended. Raises: RunFault."""
         with self._catch_signals():
             try:
                 self._start()
                 while self.ended is None and len(self._signals) < 2:
-                    self._poll(each_poll)
-                self._wait_for_exits(each_poll)
+                    self._poll()
+                self._wait_for_exits()
             finally:
                 self._kill_all()
                 self._scheduler.close()
@@ -164,12 +171,11 @@ class Supervisor:
             *("--index", str(sampler.index), "--incarnation", str(sampler.incarnation)),
         )
 
-    def _poll(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+    def _poll(self) -> None:
         self._scheduler.socket.poll(_POLL_MS)
         while (report := self._scheduler.receive()) is not None:
             self._digest(report)
-            each_poll(report)
-        each_poll(None)
+        self._show(None)
         if self.ended is None:
             self._watch_children()
         if self._signals and not self._drained:
@@ -183,9 +189,9 @@ class Supervisor:
             case RestartSampler():
                 sampler = self._samplers[report.sampler]
                 if sampler.incarnation == report.incarnation:
-                    self._restart(sampler, report.name, report.story)
+                    self._restart(sampler, report)
             case Status() | Warned():
-                pass
+                self._show(report)
             case _:
                 assert_never(report)
 
@@ -196,8 +202,10 @@ class Supervisor:
             child = sampler.child
             if child is not None and (code := child.exit_code()) is not None:
                 fault = read_fault(self._directory, child.name)
-                story = fault.story if fault else f"{child.name} {_died(code)}"
-                self._restart(sampler, fault.name if fault else "sampler_died", story)
+                name = fault.name if fault else "sampler_died"
+                story = fault.story if fault else f"it {_died(code)}"
+                report = RestartSampler(sampler.index, sampler.incarnation, name, story)
+                self._restart(sampler, report)
         samplers = [sampler.child for sampler in self._samplers]
         for child in self._children:
             if child not in samplers and (code := child.exit_code()) is not None:
@@ -213,26 +221,28 @@ class Supervisor:
         log = self._directory.logs / f"{child.name}.log"
         raise RunFault(f"{child.name}_died", f"the {child.name} {_died(code)}; see {log}")
 
-    def _restart(self, sampler: Sampler, name: str, story: str) -> None:
+    def _restart(self, sampler: Sampler, why: RestartSampler) -> None:
         """Replace a sampler; its groups restart on their slots. Too often: stop by name."""
         assert sampler.child is not None
+        self._show(why)
         sampler.child.kill()
         self._children.remove(sampler.child)
         if sampler.incarnation >= _MAX_RESTARTS:
-            raise RunFault("crash_loop", f"sampler {sampler.index} ended again, {name}: {story}")
+            story = f"sampler {sampler.index} ended {_MAX_RESTARTS + 1} times, the last time by "
+            raise RunFault("crash_loop", f"{story}{why.name}: {why.story}")
         self._scheduler.send(SamplerExited(sampler.index, sampler.incarnation))
         sampler.incarnation += 1
         fault = self._directory.logs / f"sampler-{sampler.index}.fault"
         fault.unlink(missing_ok=True)
         self._spawn_sampler(sampler)
 
-    def _wait_for_exits(self, each_poll: Callable[[LauncherReport | None], None]) -> None:
+    def _wait_for_exits(self) -> None:
         """Give the processes the time to end by themselves; the owner of this wait is the clock."""
         until_s = time.monotonic() + _END_WITHIN_S
         while time.monotonic() < until_s and len(self._signals) < 2:
             if all(child.exit_code() is not None for child in self._children):
                 return
-            each_poll(None)
+            self._show(None)
             self._scheduler.socket.poll(_POLL_MS)
             self._scheduler.receive()
 
@@ -274,7 +284,7 @@ class _Screen:
         elif isinstance(report, Warned):
             self._view.warn(report.text)
         elif isinstance(report, RestartSampler):
-            self._view.warn(f"sampler {report.sampler} restarts: {report.story}")
+            self._view.warn(f"sampler {report.sampler} restarts, {report.name}: {report.story}")
         for row in self._rows.new_rows():
             self._view.show_row(row)
             for logger in self._loggers:
@@ -309,13 +319,14 @@ def _run(config: Config, directory: RunDirectory) -> int:
     directory.write_runtime(runtime)
     fault: RunFault | None = None
     loggers = make_loggers(config, directory)
-    supervisor = Supervisor(config, directory, runtime)
+    view = make_view(config, directory)
+    screen = _Screen(view, RowFollower(directory.metrics), loggers)
+    supervisor = Supervisor(config, directory, runtime, screen)
     try:
-        with make_view(config, directory) as view:
+        with view:
             for note in loss_notes(config):
                 view.warn(note)
-            screen = _Screen(view, RowFollower(directory.metrics), loggers)
-            supervisor.run(screen)
+            supervisor.run()
             screen(None)
     except RunFault as error:
         fault = error

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +44,6 @@ MAX_PREFILL_TOKENS = 8192
 
 _SHORTEST_ATTENTION = 16
 """Decoding attends to this many positions at least: softmax on a CPU is 8 x slower below."""
-
-_ROW = np.dtype(
-    [("token", np.int64), ("position", np.int64), ("stream", np.uint64), ("temperature", "f8")]
-)
-"""A running row: its last token (not in the cache yet), where that stands, its random stream."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -133,143 +127,130 @@ class KVCache:
         shape = (config.num_hidden_layers, 2, max_rows, self.num_kv, context, config.head_size)
         # zeros: a masked position still meets its value (0 * x), so no NaN may lie there
         self._kv = torch.zeros(shape, dtype=dtype, device=device)
-        self._by_layer = [layer.flatten(0, 3) for layer in self._kv]
-        self._row_stride = self.num_kv * context
-        heads = np.arange(self.num_kv) * context
-        self._head_starts: npt.NDArray[np.int64] = np.concatenate(
-            [heads, heads + max_rows * self._row_stride]
-        )
-        """[2 KV]: where row 0 of each key head and each value head starts in `_by_layer`."""
+        self._slots = [layer.flatten(0, 3) for layer in self._kv]
+        """Per layer [2 rows KV context, D]."""
+        self._heads = [layer.flatten(1, 2).unbind() for layer in self._kv]
+        """Per layer keys and values, [rows KV, context, D] each."""
+        starts = torch.arange(0, 2 * max_rows * self.num_kv * context, context, device=device)
+        starts = starts.view(2, max_rows, self.num_kv)
+        self.row_starts = starts.transpose(0, 1).reshape(max_rows, 2 * self.num_kv)
+        """[rows, 2 KV]: the slot of position 0 of every key head and every value head."""
         self._columns = torch.arange(context, device=device)
         self._zero, self._minus_infinity = self._kv.new_tensor([0.0, -torch.inf])
 
-    def places(
-        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Where the heads of N tokens belong: [N, 2 KV], for `write`."""
-        starts: npt.NDArray[np.int64] = rows * self._row_stride + positions
-        return starts[:, None] + self._head_starts
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Store kv [N, 2 KV, D], keys first, at slots [N, 2 KV]: row start + position."""
+        self._slots[layer].index_put_((slots,), kv)
 
-    def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """Store kv [N, 2 KV, D], keys first."""
-        self._by_layer[layer].index_put_((places,), kv)
-
-    def mask(self, positions: Tensor, length: int) -> Tensor:
+    def mask(self, positions: Tensor) -> Tensor:
         """Let row r see positions 0 .. positions[r]: [n KV, 1, L] to be added to the scores.
 
-        L is `length`, the largest position + 1, or a little more.
+        L is the largest position + 1, or a little more.
         """
-        columns = self._columns[: max(length, _SHORTEST_ATTENTION)]
-        added = torch.where(columns > positions.unsqueeze(1), self._minus_infinity, self._zero)
-        per_head = added.unsqueeze(1).expand(-1, self.num_kv, -1)
-        return per_head.reshape(-1, 1, len(columns))
+        length = max(int(positions.max()) + 1, _SHORTEST_ATTENTION)
+        hidden = self._columns[:length] > positions.unsqueeze(1)
+        added = torch.where(hidden, self._minus_infinity, self._zero)
+        return added.unsqueeze(1).expand(-1, self.num_kv, -1).reshape(-1, 1, length)
 
     def decode(self, layer: int, queries: Tensor, mask: Tensor) -> Tensor:
         """Attend with one query token per row, rows 0 .. n-1: [n, H, D] -> [n, H D]."""
-        num_rows, num_heads, head = queries.shape
-        grouped = queries.reshape(num_rows * self.num_kv, -1, head)
-        keys, values = self._kv[layer, :, :num_rows, :, : mask.shape[-1]].flatten(1, 2)
+        num_heads, length, head = mask.shape[0], mask.shape[2], queries.shape[2]
+        grouped = queries.reshape(num_heads, -1, head)
+        keys, values = (heads[:num_heads, :length] for heads in self._heads[layer])
         scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=head**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(num_rows, num_heads * head)
+        return torch.bmm(scores.softmax(-1), values).view(len(queries), -1)
+
+    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of each source row into its target row."""
+        _copy_within(self._kv[:, :, :, :, :length], 2, sources, targets)
 
     def free(self) -> None:
         """Let go of the memory."""
         self._kv = self._kv.new_empty(0)
-        self._by_layer = []
-
-    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of each source row into its target row."""
-        used = self._kv[:, :, :, :, :length]
-        index = torch.tensor([sources, targets], device=used.device)
-        used.index_copy_(2, index[1], used.index_select(2, index[0]))
+        self._slots, self._heads = [], []
 
 
-class _Packed(NamedTuple):
-    """The tokens of one forward pass: d decoding rows, then the distinct prompts; N in all."""
-
-    tokens: npt.NDArray[np.int64]
-    """[N]"""
-    positions: npt.NDArray[np.int64]
-    """[N]"""
-    rows: npt.NDArray[np.int64]
-    """[N] cache row of each token; a shared prompt goes into the row of its first sequence."""
-    prompt_lengths: npt.NDArray[np.int64]
-    """[distinct prompts]"""
-    last: npt.NDArray[np.int64] | None
-    """[n] the token in the pass that each row samples after; None where that is all, in order."""
+def _copy_within(tensor: Tensor, dim: int, sources: list[int], targets: list[int]) -> None:
+    index = torch.tensor([sources, targets], device=tensor.device)
+    tensor.index_copy_(dim, index[1], tensor.index_select(dim, index[0]))
 
 
-def _pack(state: npt.NDArray[np.void], wave: _Wave) -> _Packed:
-    """Pack the rows in use, `state` [n] of `_ROW`, whose last ones are those of `wave`."""
-    num_decoding = len(state) - len(wave.sequences)
-    decoding = state[:num_decoding]
-    rows = np.arange(num_decoding)
-    if not wave.sequences:
-        return _Packed(decoding["token"], decoding["position"], rows, np.empty(0, np.int64), None)
-    lengths = np.array([len(prompt) for prompt in wave.prompts])
-    ends = np.cumsum(lengths)
-    prompts = np.fromiter(chain.from_iterable(wave.prompts), np.int64, ends[-1])
-    first_rows = num_decoding + np.unique(wave.prompt_of, return_index=True)[1]
-    return _Packed(
-        tokens=np.concatenate([decoding["token"], prompts]),
-        positions=np.concatenate(
-            [decoding["position"], np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)]
-        ),
-        rows=np.concatenate([rows, np.repeat(first_rows, lengths)]),
-        prompt_lengths=lengths,
-        last=np.concatenate([rows, num_decoding + ends[wave.prompt_of] - 1]),
-    )
+class _Rows:
+    """What decoding needs to know of every row, where the model runs; rows 0 .. n-1 are in use."""
+
+    def __init__(self, max_rows: int, max_context: int, device: str) -> None:
+        self._device = device
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        """[rows] the last token, which is not in the cache yet."""
+        self.positions = torch.zeros_like(self.tokens)
+        """[rows] where that token stands."""
+        self._temperatures = torch.ones(max_rows, 1, device=device)
+        self._are_tempered = False
+        self._uniforms = torch.zeros(max_rows, max_context, dtype=torch.float64, device=device)
+        """[rows, context] the number that samples the token after each position."""
+
+    def admit(self, first: int, sequences: list[_Sequence]) -> None:
+        """Set rows `first`, `first` + 1 and so on; `tokens` is left to the first `advance`."""
+        end = first + len(sequences)
+        temperatures = [sequence.request.temperature for sequence in sequences]
+        lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
+        numbers = torch.from_numpy(_uniforms(sequences))
+        self.positions[first:end] = lengths.to(self._device) - 1
+        self._uniforms[first:end, : numbers.shape[1]] = numbers.to(self._device)
+        self._temperatures[first:end, 0] = torch.tensor(temperatures, device=self._device)
+        others = self._are_tempered and first > 0
+        self._are_tempered = others or any(value != 1.0 for value in temperatures)
+
+    def sample(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Draw a token for every row in use and move on; logits [n, vocabulary]."""
+        num = len(logits)
+        if self._are_tempered:
+            logits /= self._temperatures[:num]
+        positions = self.positions[:num]
+        uniforms = self._uniforms[:num].gather(1, positions.unsqueeze(1))
+        tokens, logprobs = (drawn.view(-1) for drawn in sample_tokens(logits, uniforms))
+        self.tokens[:num] = tokens
+        positions += 1
+        return tokens.tolist(), logprobs.tolist()
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy each source row into its target row."""
+        for tensor in (self.tokens, self.positions, self._temperatures, self._uniforms):
+            _copy_within(tensor, 0, sources, targets)
 
 
-class _Attention:
-    """The attention of one forward pass: writes the cache, decodes from it, prefills beside it."""
+class _Prompts:
+    """The distinct prompts of a wave, back to back: P prompts, T tokens; they attend causally."""
 
-    def __init__(self, cache: KVCache, packed: _Packed, device: str) -> None:
-        self._cache = cache
-        self._places = torch.from_numpy(cache.places(packed.rows, packed.positions)).to(device)
-        self._num_decoding = num = len(packed.tokens) - int(packed.prompt_lengths.sum())
-        self._prefill: _Prefill | None = None
-        if len(packed.prompt_lengths):
-            self._prefill = _Prefill(packed.prompt_lengths, cache.num_kv, device)
-        if num:
-            positions = packed.positions[:num]
-            length = int(positions.max()) + 1
-            self._mask = cache.mask(torch.from_numpy(positions).to(device), length)
-
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """See `torch_model.Attend`."""
-        num, num_queries = self._num_decoding, qkv.shape[1] - 2 * self._cache.num_kv
-        self._cache.write(layer, self._places, qkv[:, num_queries:])
-        if self._prefill is None:
-            return self._cache.decode(layer, qkv[:, :num_queries], self._mask)
-        prefilled = self._prefill.attend(qkv[num:])
-        if not num:
-            return prefilled
-        return torch.cat(
-            [self._cache.decode(layer, qkv[:num, :num_queries], self._mask), prefilled]
-        )
-
-
-class _Prefill:
-    """Causal attention within packed prompts; padded to the longest where lengths differ."""
-
-    def __init__(self, lengths: npt.NDArray[np.int64], num_kv: int, device: str) -> None:
-        longest = int(lengths.max())
-        self._shape = (len(lengths), longest)
+    def __init__(self, wave: _Wave, first_row: int, num_kv: int, device: str) -> None:
+        """`first_row` is the cache row of the wave's first sequence."""
         self._num_kv = num_kv
+        lengths = np.array([len(prompt) for prompt in wave.prompts])
+        ends = np.cumsum(lengths)
+        owners = first_row + np.unique(wave.prompt_of, return_index=True)[1]
+        flat = np.fromiter(chain.from_iterable(wave.prompts), np.int64, ends[-1])
+        self.tokens = torch.from_numpy(flat).to(device)
+        """[T]"""
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        self.positions = torch.from_numpy(positions).to(device)
+        """[T]"""
+        self.rows = torch.from_numpy(np.repeat(owners, lengths)).to(device)
+        """[T] the cache row of each token, that of the first sequence with the prompt."""
+        self.last = torch.from_numpy(ends[wave.prompt_of] - 1).to(device)
+        """[sequences] the last token of each sequence's prompt."""
+        self._shape = (len(lengths), int(lengths.max()))
         self._padded: Tensor | None = None
-        """[prompts * longest] the packed token of every place; a prompt's last one repeats."""
+        """[P * longest] the token at every place; a prompt's last one repeats."""
         self._packed: Tensor | None = None
-        """[tokens] the place of every packed token."""
-        if int(lengths.min()) < longest:
-            column, sizes = np.arange(longest), lengths[:, None]
-            starts = np.cumsum(sizes, 0) - sizes
-            padded = (starts + np.minimum(column, sizes - 1)).reshape(-1)
-            self._padded = torch.from_numpy(padded).to(device)
+        """[T] the place of every token."""
+        if lengths.min() < lengths.max():
+            column, sizes = np.arange(lengths.max()), lengths[:, None]
+            padded = ends[:, None] - sizes + np.minimum(column, sizes - 1)
+            self._padded = torch.from_numpy(padded.reshape(-1)).to(device)
             self._packed = torch.from_numpy(np.flatnonzero(column < sizes)).to(device)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """[tokens, H + 2 KV, D] -> [tokens, H D]."""
+        """[T, H + 2 KV, D] -> [T, H D]; padded to the longest where lengths differ."""
         num_queries = qkv.shape[1] - 2 * self._num_kv
         if self._padded is not None:
             qkv = qkv.index_select(0, self._padded)
@@ -280,6 +261,43 @@ class _Prefill:
         )
         mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
         return mixed if self._packed is None else mixed.index_select(0, self._packed)
+
+
+class _Pass:
+    """The tokens of one forward pass: those of d decoding rows, then `prompts`; N in all."""
+
+    def __init__(
+        self, cache: KVCache, rows: _Rows, num_decoding: int, prompts: _Prompts | None
+    ) -> None:
+        self._cache, self._prompts, self._num_decoding = cache, prompts, num_decoding
+        self.tokens = rows.tokens[:num_decoding]
+        """[N]"""
+        self.positions = rows.positions[:num_decoding]
+        """[N]"""
+        self.last: Tensor | None = None
+        """[n] the token that each row samples after; None where that is all, in order."""
+        starts = cache.row_starts[:num_decoding]
+        if num_decoding:
+            self._mask = cache.mask(self.positions)
+        if prompts is not None:
+            here = torch.arange(num_decoding, device=starts.device)
+            self.tokens = torch.cat([self.tokens, prompts.tokens])
+            self.positions = torch.cat([self.positions, prompts.positions])
+            self.last = torch.cat([here, num_decoding + prompts.last])
+            starts = torch.cat([starts, cache.row_starts[prompts.rows]])
+        self._slots = starts + self.positions.unsqueeze(1)
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """Write the cache, decode from it, prefill beside it; see `torch_model.Attend`."""
+        num, num_queries = self._num_decoding, qkv.shape[1] - 2 * self._cache.num_kv
+        self._cache.write(layer, self._slots, qkv[:, num_queries:])
+        if self._prompts is None:
+            return self._cache.decode(layer, qkv[:, :num_queries], self._mask)
+        prefilled = self._prompts.attend(qkv[num:])
+        if not num:
+            return prefilled
+        decoded = self._cache.decode(layer, qkv[:num, :num_queries], self._mask)
+        return torch.cat([decoded, prefilled])
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,15 +323,16 @@ def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _streams(sequences: list[_Sequence]) -> npt.NDArray[np.uint64]:
-    """Place every sequence's random stream before its next token."""
-    seeds = [sequence.request.seed % 2**64 for sequence in sequences]
-    num_drawn = np.array([len(sequence.logprobs) for sequence in sequences], np.uint64)
-    return _mixed(np.array(seeds, np.uint64) + _GAMMA) + num_drawn * _GAMMA
+def _uniforms(sequences: list[_Sequence]) -> npt.NDArray[np.float64]:
+    """Give each position the number that samples the token after it, in [0, 1 - 2**-52].
 
-
-def _uniforms(streams: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Turn streams [n] into numbers in [0, 1 - 2**-52]."""
+    [sequences, longest limit - 1]; columns before a prompt's last token mean nothing.
+    """
+    seeds = np.array([sequence.request.seed % 2**64 for sequence in sequences], np.uint64)
+    prompts = np.array([len(sequence.request.prompt_tokens) for sequence in sequences])
+    columns = np.arange(max(sequence.limit for sequence in sequences) - 1)
+    indices = (columns - prompts[:, None] + 2).astype(np.uint64)  # 1 at a prompt's last token
+    streams = _mixed(seeds + _GAMMA)[:, None] + indices * _GAMMA
     return (_mixed(streams) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -345,7 +364,7 @@ class TorchEngine(Engine):
         self._model = TorchModel(self._config, device, dtype)
         self._rope = Rope.of_positions(self._config, max_context, device, dtype)
         self._cache = KVCache(self._config, max_rows, max_context, device, dtype)
-        self._state = np.zeros(max_rows, _ROW)
+        self._rows = _Rows(max_rows, max_context, device)
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._in_flight: dict[int, _Sequence] = {}
@@ -426,8 +445,9 @@ class TorchEngine(Engine):
         wave = self._admit() if self._policy_version >= 0 else _Wave()
         if not self._running:
             return 0
-        tokens, logprobs = self._sample(self._forward(wave))
-        ended = self._record(tokens.tolist(), logprobs.tolist())
+        tokens, logprobs = self._rows.sample(self._forward(wave))
+        self._refuse_broken(logprobs)
+        ended = self._record(tokens, logprobs)
         self._retire([row for row, _ in ended])
         started = (sequence for sequence in wave.sequences if len(sequence.logprobs) == 1)
         self._end([outcome for _, outcome in ended], started)
@@ -487,8 +507,8 @@ class TorchEngine(Engine):
         assert len(everyone) == len(self._in_flight)
         assert set(map(id, everyone)) == set(map(id, self._in_flight.values()))
         for row, sequence in enumerate(self._running):
-            assert self._state["token"][row] == sequence.tokens[-1]
-            assert self._state["position"][row] == len(sequence.tokens) - 1 < sequence.limit - 1
+            assert self._rows.tokens[row] == sequence.tokens[-1]
+            assert self._rows.positions[row] == len(sequence.tokens) - 1 < sequence.limit - 1
             assert sequence.versions[-1][1] == self._policy_version
 
     def _refuse_misfit(self, request: GenerateRequest) -> None:
@@ -515,24 +535,19 @@ class TorchEngine(Engine):
             sequence = self._waiting.popleft()
             sequence.versions.append((len(sequence.logprobs), self._policy_version))
         if wave.sequences:
-            first = len(self._running)
+            self._rows.admit(len(self._running), wave.sequences)
             self._running += wave.sequences
-            rows = self._state[first : len(self._running)]
-            rows["position"] = [len(sequence.tokens) - 1 for sequence in wave.sequences]
-            rows["stream"] = _streams(wave.sequences)
-            rows["temperature"] = [s.request.temperature for s in wave.sequences]
         return wave
 
     def _forward(self, wave: _Wave) -> Tensor:
         """Run all rows, those of `wave` from their prompts; return logits [n, vocabulary]."""
-        packed = _pack(self._state[: len(self._running)], wave)
-        attention = _Attention(self._cache, packed, self._device)
-        logits = self._model.forward(
-            self._tensor(packed.tokens),
-            self._rope.at(self._tensor(packed.positions)),
-            attention.attend,
-            None if packed.last is None else self._tensor(packed.last),
-        )
+        num_decoding = len(self._running) - len(wave.sequences)
+        prompts: _Prompts | None = None
+        if wave.sequences:
+            prompts = _Prompts(wave, num_decoding, self._cache.num_kv, self._device)
+        batch = _Pass(self._cache, self._rows, num_decoding, prompts)
+        rope = self._rope.at(batch.positions)
+        logits = self._model.forward(batch.tokens, rope, batch.attend, batch.last)
         self._share_prompts(wave)
         return logits
 
@@ -550,23 +565,12 @@ class TorchEngine(Engine):
         longest = max(map(len, wave.prompts))
         self._cache.copy_rows([owner for owner, _ in copies], [row for _, row in copies], longest)
 
-    def _sample(self, logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Draw a token for each row and move the rows on; return tokens [n] and logprobs [n]."""
-        rows = self._state[: len(logits)]
-        if (rows["temperature"] != 1.0).any():
-            logits /= self._tensor(rows["temperature"].astype(np.float32)).unsqueeze(1)
-        rows["stream"] += _GAMMA
-        uniforms = self._tensor(_uniforms(rows["stream"])).unsqueeze(1)
-        drawn = [column.squeeze(1).cpu().numpy() for column in sample_tokens(logits, uniforms)]
-        tokens, logprobs = drawn
-        if not np.isfinite(logprobs).all():
+    def _refuse_broken(self, logprobs: list[float]) -> None:
+        if not math.isfinite(sum(logprobs)):
             raise RunFault(
                 "not_finite",
                 f"the weights of version {self._policy_version} give logits that are not finite",
             )
-        rows["token"] = tokens
-        rows["position"] += 1
-        return tokens, logprobs
 
     def _record(
         self, tokens: list[int], logprobs: list[float]
@@ -589,9 +593,9 @@ class TorchEngine(Engine):
         gaps = [row for row in rows if row < num_kept]
         movers = sorted(set(range(num_kept, len(self._running))).difference(rows))
         if gaps:
-            used = int(self._state["position"][movers].max())
-            self._cache.copy_rows(movers, gaps, used)
-            self._state[gaps] = self._state[movers]
+            num_used = max(len(self._running[mover].tokens) for mover in movers) - 1
+            self._cache.copy_rows(movers, gaps, num_used)
+            self._rows.copy(movers, gaps)
             for gap, mover in zip(gaps, movers, strict=True):
                 self._running[gap] = self._running[mover]
         del self._running[num_kept:]
@@ -610,6 +614,3 @@ class TorchEngine(Engine):
                 sequence.on_first_token(self._policy_version)
         for sequence, reason in ended:
             sequence.on_done(sequence.completion(reason))
-
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)

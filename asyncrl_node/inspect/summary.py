@@ -28,7 +28,7 @@ def print_summary(
     train = [row for row in rows if row["kind"] == "train"]
     evals = [row for row in rows if row["kind"] == "eval"]
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True, min_width=15)
     table.add_column()
     table.add_row("run", _outcome(ended, fault, len(train)))
     if evals:
@@ -41,11 +41,13 @@ def print_summary(
     if train:
         table.add_row("learner's time", _shares(train))
         table.add_row("advice", advise(config, train))
-    table.add_row("run directory", str(directory.path))
-    table.add_row("verify it", f"python -m asyncrl_node verify {directory.path}")
-    console = Console(soft_wrap=False)
+    console = Console()
     console.print()
     console.print(table)
+    # Outside the table, unwrapped and uncut: these two are there to be copied.
+    console.print(f"[bold]run directory[/bold]    {directory.path}", soft_wrap=True)
+    command = f"python -m asyncrl_node verify {directory.path}"
+    console.print(f"[bold]verify it[/bold]        {command}", soft_wrap=True)
 
 
 def _outcome(ended: RunEnded | None, fault: RunFault | None, num_steps: int) -> Text:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -121,13 +122,13 @@ class LiveView:
         self._directory = directory
         self._title = f"{task_of(config).name} · {engine_of(config)} engine · seed {config.seed}"
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render)
         self._status: Status | None = None
         self._train: list[Row] = []
         self._evals: list[Row] = []
         self._warnings: list[str] = []
         self._began_s = time.monotonic()
         self._first_row_s = 0.0
+        self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render)
 
     def __enter__(self) -> Self:
         """Begin to draw."""
@@ -141,6 +142,9 @@ class LiveView:
         trace: TracebackType | None,
     ) -> None:
         """Draw once more and leave the last picture on the screen."""
+        if self._status is not None:
+            ended = {"in_flight": 0, "completed": 0, "taken": 0, "evaluating": 0, "samplers": ()}
+            self._status = msgspec.structs.replace(self._status, learner="ended", **ended)
         self._live.stop()
 
     def show_status(self, status: Status) -> None:
@@ -164,7 +168,7 @@ class LiveView:
         """Draw everything."""
         parts: list[RenderableType] = [self._progress(), Text(), self._curve(), Text()]
         parts.append(self._figures())
-        if self._status is not None:
+        if self._status is not None and self._status.samplers:
             parts += [Text(), _samplers(self._status.samplers)]
         parts += [Text(f"! {text}", style="yellow") for text in self._warnings]
         return Panel(
