@@ -92,8 +92,8 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
     parser = _parser(keys)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        value = unknown[1] if len(unknown) > 1 else "nothing"
-        raise ConfigError(unknown[0], "unknown flag; see --help", value)
+        after = arguments[arguments.index(unknown[0]) + 1 :]
+        raise ConfigError(unknown[0], "unknown flag; see --help", after[0] if after else "nothing")
     values = read_toml(Path(options.config)) if options.config else {}
     for key in keys:
         text = getattr(options, key.name)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -115,8 +115,12 @@ class Supervisor:
         directory: RunDirectory,
         runtime: Runtime,
         show: Callable[[LauncherReport | None], None],
+        signals: Sequence[int],
     ) -> None:
-        """Take `show`, which is called with every report, and with None several times a second."""
+        """Take `show`, which is called with every report, and with None several times a second.
+
+        `signals` grows with every request to end: the first drains, the second kills.
+        """
         self._directory = directory
         self._show = show
         self._zmq = zmq.Context()
@@ -126,7 +130,7 @@ class Supervisor:
         )
         self._children: list[Child] = []
         self._samplers = [Sampler(index) for index in range(num_samplers(config))]
-        self._signals: list[int] = []
+        self._signals = signals
         self._drained = False
         self.ended: RunEnded | None = None
 
@@ -134,21 +138,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Start everything; return when the run has ended. Raises: RunFault."""
-        with self._catch_signals():
-            try:
-                self._start()
-                while self.ended is None and len(self._signals) < 2:
-                    self._poll()
-                self._wait_for_exits()
-            finally:
-                self._kill_all()
-                self._scheduler.close()
-                self._zmq.term()
-
-    @property
-    def interrupted(self) -> bool:
-        """True once the user has asked for the end."""
-        return bool(self._signals)
+        try:
+            self._start()
+            while self.ended is None and len(self._signals) < 2:
+                self._poll()
+            self._wait_for_exits()
+        finally:
+            self._kill_all()
+            self._scheduler.close()
+            self._zmq.term()
 
     def _start(self) -> None:
         self._scheduler.send(LauncherHello())
@@ -250,24 +248,24 @@ class Supervisor:
         for child in self._children:
             child.kill()
 
-    @contextlib.contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in wanted}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        self._signals.append(number)
-
 
 def _died(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[Sequence[int]]:
+    """Collect requests to end, from before anything is made until all is swept."""
+    caught: list[int] = []
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda n, _: caught.append(n)) for number in wanted}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Screen:
@@ -308,10 +306,13 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
-    return _run(config, RunDirectory(path.absolute()))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    with _caught_signals() as signals:
+        return _run(config, RunDirectory(path.absolute()), signals)
 
 
-def _run(config: Config, directory: RunDirectory) -> int:
+def _run(config: Config, directory: RunDirectory, signals: Sequence[int]) -> int:
     began_s = time.monotonic()
     directory.create()
     write_atomically(directory.config, encode_config(config))
@@ -321,7 +322,7 @@ def _run(config: Config, directory: RunDirectory) -> int:
     loggers = make_loggers(config, directory)
     view = make_view(config, directory)
     screen = _Screen(view, RowFollower(directory.metrics), loggers)
-    supervisor = Supervisor(config, directory, runtime, screen)
+    supervisor = Supervisor(config, directory, runtime, screen, signals)
     try:
         with view:
             for note in loss_notes(config):
@@ -339,4 +340,4 @@ def _run(config: Config, directory: RunDirectory) -> int:
     if fault is not None:
         sys.stderr.write(f"stopped: {fault}\n")
         return EXIT_RUN_FAULT
-    return EXIT_INTERRUPTED if supervisor.interrupted else 0
+    return EXIT_INTERRUPTED if signals else 0

@@ -142,12 +142,15 @@ class KVCache:
         """Store kv [N, 2 KV, D], keys first, at slots [N, 2 KV]: row start + position."""
         self._slots[layer].index_put_((slots,), kv)
 
-    def mask(self, positions: Tensor) -> Tensor:
+    def mask(self, positions: Tensor, lengths: set[int]) -> Tensor:
         """Let row r see positions 0 .. positions[r]: [n KV, 1, L] to be added to the scores.
 
-        L is the largest position + 1, or a little more.
+        `lengths` are the values of positions + 1, and L is the largest, or a little more.
         """
-        length = max(int(positions.max()) + 1, _SHORTEST_ATTENTION)
+        length = max(lengths)
+        if len(lengths) == 1 and length >= _SHORTEST_ATTENTION:
+            return self._zero.expand(len(positions) * self.num_kv, 1, length)
+        length = max(length, _SHORTEST_ATTENTION)
         hidden = self._columns[:length] > positions.unsqueeze(1)
         added = torch.where(hidden, self._minus_infinity, self._zero)
         return added.unsqueeze(1).expand(-1, self.num_kv, -1).reshape(-1, 1, length)
@@ -267,9 +270,14 @@ class _Pass:
     """The tokens of one forward pass: those of d decoding rows, then `prompts`; N in all."""
 
     def __init__(
-        self, cache: KVCache, rows: _Rows, num_decoding: int, prompts: _Prompts | None
+        self,
+        cache: KVCache,
+        rows: _Rows,
+        decoding: list[_Sequence],
+        prompts: _Prompts | None,
     ) -> None:
-        self._cache, self._prompts, self._num_decoding = cache, prompts, num_decoding
+        self._cache, self._prompts = cache, prompts
+        self._num_decoding = num_decoding = len(decoding)
         self.tokens = rows.tokens[:num_decoding]
         """[N]"""
         self.positions = rows.positions[:num_decoding]
@@ -277,8 +285,9 @@ class _Pass:
         self.last: Tensor | None = None
         """[n] the token that each row samples after; None where that is all, in order."""
         starts = cache.row_starts[:num_decoding]
-        if num_decoding:
-            self._mask = cache.mask(self.positions)
+        if decoding:
+            lengths = {len(sequence.tokens) for sequence in decoding}
+            self._mask = cache.mask(self.positions, lengths)
         if prompts is not None:
             here = torch.arange(num_decoding, device=starts.device)
             self.tokens = torch.cat([self.tokens, prompts.tokens])
@@ -545,7 +554,7 @@ class TorchEngine(Engine):
         prompts: _Prompts | None = None
         if wave.sequences:
             prompts = _Prompts(wave, num_decoding, self._cache.num_kv, self._device)
-        batch = _Pass(self._cache, self._rows, num_decoding, prompts)
+        batch = _Pass(self._cache, self._rows, self._running[:num_decoding], prompts)
         rope = self._rope.at(batch.positions)
         logits = self._model.forward(batch.tokens, rope, batch.attend, batch.last)
         self._share_prompts(wave)
@@ -589,6 +598,8 @@ class TorchEngine(Engine):
 
     def _retire(self, rows: list[int]) -> None:
         """Free rows, given in order, and close the gaps with the last rows."""
+        if not rows:
+            return
         num_kept = len(self._running) - len(rows)
         gaps = [row for row in rows if row < num_kept]
         movers = sorted(set(range(num_kept, len(self._running))).difference(rows))

@@ -71,10 +71,20 @@ def processes_of(run_id: str) -> list[int]:
     return found
 
 
-def kill(run_id: str, process: str) -> None:
-    """SIGKILL one process of a run, by its name ("learner", "sampler-0")."""
+def pid_of(run_id: str, process: str) -> int | None:
+    """Pid of one live process of a run, by its name ("learner", "sampler-0")."""
     for pid in processes_of(run_id):
-        if Path(f"/proc/{pid}/cmdline").read_text().startswith(f"asyncrl-{process} "):
-            os.kill(pid, signal.SIGKILL)
-            return
-    raise AssertionError(f"no {process} of run {run_id}")
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if title.startswith(f"asyncrl-{process} "):
+            return pid
+    return None
+
+
+def kill(run_id: str, process: str) -> None:
+    """SIGKILL one process of a run."""
+    pid = pid_of(run_id, process)
+    assert pid is not None, f"no {process} of run {run_id}"
+    os.kill(pid, signal.SIGKILL)
