@@ -125,7 +125,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run_dir: str = ""
     """Where everything of the run goes; must not exist or be empty. Empty: runs/TASK-DATE."""
-    steps: int = 140
+    steps: int = 100
     """Training steps."""
     epochs: int | None = None
     """Passes over the train split; unset: as many as `steps` need."""

@@ -354,12 +354,18 @@ class Pacing:
         self._tell("collect_next", -1)
 
     def hand_back(self) -> tuple[int, ...]:
-        """Undo the takes of the open batch (shutdown while collecting)."""
+        """Undo the takes of the open batch (shutdown while collecting); return what came back.
+
+        A group dropped after it was taken does not come back: untaken, it frees its slot at once.
+        """
         self._require(self.left > 0, "hand_back", -1, "the batch is closed")
-        returned = tuple(self._taken.pop(self.step, ()))
-        for group_id in returned:
+        returned = self.taken_in(self.step)
+        for group_id in self._taken.pop(self.step, ()):
             group = self._groups[group_id]
             self._num_taken -= 1
+            if group.dropped:
+                self._free(group)
+                continue
             self._count(group.source, +1)
             self._put_completed(group)
             group.step = -1
@@ -397,8 +403,24 @@ class Pacing:
 
         Raises: RunFault("impossible_resume") naming what does not fit.
         """
-        too_many = len(self._groups) > self.rule.num_slots
-        if too_many or not self._fits([]):
+        rule = self.rule
+        if len(self._groups) > rule.num_slots:
+            raise RunFault(
+                "impossible_resume",
+                f"{len(self._groups)} groups are carried over, there are {rule.num_slots} slots; "
+                f"raise pipeline_depth or groups_per_batch; {self._recent()}",
+            )
+        # A group larger than a slot could leave no bytes for the rest of its batch, for ever.
+        largest = max((group.num_bytes for group in self._groups.values()), default=0)
+        too_many_bytes = rule.max_bytes is not None and self._reserved_bytes > rule.max_bytes
+        if largest > rule.slot_bytes or too_many_bytes:
+            raise RunFault(
+                "impossible_resume",
+                f"the groups carried over need {self._reserved_bytes} bytes, the largest "
+                f"{largest}; allowed are {rule.max_bytes} and {rule.slot_bytes}; "
+                f"raise the limits; {self._recent()}",
+            )
+        if not self._fits([]):
             raise RunFault("impossible_resume", self._impossible())
 
     def validate(self) -> None:

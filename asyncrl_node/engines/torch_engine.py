@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -136,7 +136,8 @@ class KVCache:
         self.row_starts = starts.transpose(0, 1).reshape(max_rows, 2 * self.num_kv)
         """[rows, 2 KV]: the slot of position 0 of every key head and every value head."""
         self._columns = torch.arange(context, device=device)
-        self._zero, self._minus_infinity = self._kv.new_tensor([0.0, -torch.inf])
+        self._zero: Tensor = self._kv.new_tensor(0.0)
+        self._minus_infinity: Tensor = self._kv.new_tensor(-torch.inf)
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store kv [N, 2 KV, D], keys first, at slots [N, 2 KV]: row start + position."""
@@ -163,19 +164,15 @@ class KVCache:
         scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=head**-0.5)
         return torch.bmm(scores.softmax(-1), values).view(len(queries), -1)
 
-    def copy_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of each source row into its target row."""
-        _copy_within(self._kv[:, :, :, :, :length], 2, sources, targets)
+    def copy_rows(self, pairs: Tensor, length: int) -> None:
+        """Copy the first `length` positions of rows `pairs[0]` into rows `pairs[1]`."""
+        used = self._kv[:, :, :, :, :length]
+        used.index_copy_(2, pairs[1], used.index_select(2, pairs[0]))
 
     def free(self) -> None:
         """Let go of the memory."""
         self._kv = self._kv.new_empty(0)
         self._slots, self._heads = [], []
-
-
-def _copy_within(tensor: Tensor, dim: int, sources: list[int], targets: list[int]) -> None:
-    index = torch.tensor([sources, targets], device=tensor.device)
-    tensor.index_copy_(dim, index[1], tensor.index_select(dim, index[0]))
 
 
 class _Rows:
@@ -193,7 +190,7 @@ class _Rows:
         """[rows, context] the number that samples the token after each position."""
 
     def admit(self, first: int, sequences: list[_Sequence]) -> None:
-        """Set rows `first`, `first` + 1 and so on; `tokens` is left to the first `advance`."""
+        """Set rows `first`, `first` + 1 and so on; `tokens` is left to `sample`."""
         end = first + len(sequences)
         temperatures = [sequence.request.temperature for sequence in sequences]
         lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
@@ -212,14 +209,14 @@ class _Rows:
         positions = self.positions[:num]
         uniforms = self._uniforms[:num].gather(1, positions.unsqueeze(1))
         tokens, logprobs = (drawn.view(-1) for drawn in sample_tokens(logits, uniforms))
-        self.tokens[:num] = tokens
+        self.tokens[:num].copy_(tokens)
         positions += 1
         return tokens.tolist(), logprobs.tolist()
 
-    def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy each source row into its target row."""
+    def copy(self, pairs: Tensor) -> None:
+        """Copy rows `pairs[0]` into rows `pairs[1]`."""
         for tensor in (self.tokens, self.positions, self._temperatures, self._uniforms):
-            _copy_within(tensor, 0, sources, targets)
+            tensor.index_copy_(0, pairs[1], tensor.index_select(0, pairs[0]))
 
 
 class _Prompts:
@@ -572,7 +569,7 @@ class TorchEngine(Engine):
         ]
         copies = [(owner, row) for owner, row in pairs if owner != row]
         longest = max(map(len, wave.prompts))
-        self._cache.copy_rows([owner for owner, _ in copies], [row for _, row in copies], longest)
+        self._cache.copy_rows(self._pairs(*zip(*copies, strict=True)), longest)
 
     def _refuse_broken(self, logprobs: list[float]) -> None:
         if not math.isfinite(sum(logprobs)):
@@ -605,11 +602,15 @@ class TorchEngine(Engine):
         movers = sorted(set(range(num_kept, len(self._running))).difference(rows))
         if gaps:
             num_used = max(len(self._running[mover].tokens) for mover in movers) - 1
-            self._cache.copy_rows(movers, gaps, num_used)
-            self._rows.copy(movers, gaps)
+            pairs = self._pairs(movers, gaps)
+            self._cache.copy_rows(pairs, num_used)
+            self._rows.copy(pairs)
             for gap, mover in zip(gaps, movers, strict=True):
                 self._running[gap] = self._running[mover]
         del self._running[num_kept:]
+
+    def _pairs(self, sources: Sequence[int], targets: Sequence[int]) -> Tensor:
+        return torch.tensor([sources, targets], device=self._device)
 
     def _end(
         self, ended: list[tuple[_Sequence, FinishReason]], started: Iterable[_Sequence] = ()
@@ -622,6 +623,6 @@ class TorchEngine(Engine):
             self._in_flight.pop(sequence.request.request_id)
         for sequence in started:
             if sequence.on_first_token is not None:
-                sequence.on_first_token(self._policy_version)
+                sequence.on_first_token(sequence.versions[0][1])
         for sequence, reason in ended:
             sequence.on_done(sequence.completion(reason))

@@ -148,13 +148,12 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 
 class Rope:
-    """Cosines and sines of every position, in the form that `rotate` needs."""
+    """Cosines and sines of some positions, in the form that `rotate` needs."""
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos = cos
-        """[positions, 1, D]"""
-        self.sin = sin
-        """[positions, 1, D]; the first half is negated, so that a roll by D / 2 does the rest."""
+    def __init__(self, table: Tensor) -> None:
+        """`table` [positions, 2, 1, D]: cosines, then sines with the first half negated."""
+        self.table = table
+        self._cos, self._sin = table.unbind(1)
 
     @classmethod
     def of_positions(
@@ -164,17 +163,20 @@ class Rope:
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = torch.outer(positions, rope_frequencies(config))
         cos, sin = angles.cos(), angles.sin()
-        tables = torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
-        return cls(*(table.unsqueeze(1).to(device, dtype) for table in tables))
+        halves = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)
+        return cls(halves.unsqueeze(2).to(device, dtype))
 
     def at(self, positions: Tensor) -> Rope:
         """Pick positions, [N] int64."""
-        return Rope(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+        return Rope(self.table.index_select(0, positions))
 
     def rotate(self, heads: Tensor, source: Tensor) -> None:
-        """Write the rotation of `source` into `heads`; both [N, heads, D], or the same tensor."""
+        """Write the rotation of `source` into `heads`; both [N, heads, D], or the same tensor.
+
+        Number i turns with number i + D / 2: a roll brings the other one, the sign is in the sines.
+        """
         half = source.shape[-1] // 2
-        torch.addcmul(source * self.cos, source.roll(half, -1), self.sin, out=heads)
+        torch.addcmul(source * self._cos, source.roll(half, -1), self._sin, out=heads)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,13 @@ def test_one_success_in_four():
 
 @given(st.floats(-100, 100, width=32), st.integers(0, 9), KINDS)
 def test_equal_rewards_give_exact_zeros(reward, count, kind):
-    # 3 * 0.1 / 3 is not 0.1: without the special case this is noise divided by 1e-4.
     assert group_advantages([reward] * count, kind) == [0.0] * count
+
+
+def test_equal_rewards_whose_mean_is_another_float_give_exact_zeros():
+    reward = 0.49543508709194095
+    assert 3 * reward / 3 != reward
+    assert group_advantages([reward] * 3) == [0.0] * 3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e39])

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.attention import packed_attention, plan_attention
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(
     lambda lengths: sorted(lengths, reverse=True)
 )
 HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2)])
@@ -95,9 +95,14 @@ def test_many_short_rollouts_need_few_calls():
     drawn = random.Random(0)
     mixed = sorted((drawn.randint(7, 19) for _ in range(256)), reverse=True)
     assert len(plan_attention(mixed).buckets) <= 5
+    assert len(plan_attention(list(range(48, 0, -1))).buckets) <= 13
+
+
+def test_long_rollouts_are_not_padded():
+    drawn = random.Random(0)
     tail = sorted((1 + int(drawn.expovariate(1 / 300)) for _ in range(256)), reverse=True)
-    assert len(plan_attention(tail).buckets) <= 30
-    assert padding_over_tokens(tail) < 0.15
+    assert padding_over_tokens(tail) < 0.01
+    assert len(plan_attention([500, 500, 500, 499]).buckets) == 2
 
 
 def test_a_pack_out_of_order_or_empty_is_refused():

@@ -205,6 +205,8 @@ def train(model_dir, batches, config=CONFIG):
     """One optimizer update, a list of groups at a time; gradients, weights after it, metrics."""
     trainer = Trainer(config, model_dir, 1.0, seed=0)
     for groups in batches:
+        for array in (field for group in groups for field in group[3:]):
+            array.setflags(write=False)  # as views into a slot are
         trainer.accumulate(groups, VERSION)
     grads = gradients(trainer)
     trainer.update()
@@ -569,6 +571,11 @@ def test_weights_do_not_live_in_the_file_they_came_from(model_dir, tmp_path):
         file.write(bytes(size))
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     assert_same(weights(trainer), dict(reference.named_parameters()), 0.0)
+
+
+def test_dropout_is_off(model_dir):
+    trainer = Trainer(CONFIG, model_dir, 1.0, seed=0)
+    assert not any(module.training for module in trainer._model.modules())
 
 
 def test_nothing_is_printed(model_dir, tmp_path, capfd):
