@@ -7,6 +7,7 @@ Its one wait is the poll on its socket, ended by any message or after 50 ms (for
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from pathlib import Path
@@ -161,5 +162,10 @@ class SchedulerProcess:
 
 
 def main(context: ProcessContext) -> None:
-    """Run the scheduler."""
+    """Run the scheduler.
+
+    The core makes no reference cycles (tests/core/test_scheduling.py), so the cycle collector would
+    only scan every outstanding group again and again, at a cost that grows with their number.
+    """
+    gc.disable()
     SchedulerProcess(context).run()

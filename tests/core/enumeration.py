@@ -111,6 +111,13 @@ class Key(NamedTuple):
     """Steps to the step limit; -1 without one."""
 
 
+Event = tuple[str, Any, Key]
+"""Its name, its detail and the state that it leads to."""
+
+HELPFUL = {"admit", "finish", "publish"}
+"""Events that bring the run forward, besides takes."""
+
+
 class Report(NamedTuple):
     """What a graph came to."""
 
@@ -450,7 +457,7 @@ class Graph:
         self.max_states = max_states
         self.keys: list[Key] = []
         self.index: dict[Key, int] = {}
-        self.came_from: list[tuple[int, str]] = []
+        self.came_from: list[tuple[int, str, Any]] = []
         self.helpful: list[list[int]] = []
         """For each state, from which it is reached by admit, complete (at the source), publish."""
         self.by_take: dict[int, list[list[int]]] = {n: [] for n in setting.takes}
@@ -463,7 +470,7 @@ class Graph:
         self._now = -1
         begin = time.process_time()
         for key in self.freezer.start_keys():
-            self._reach(key, "begin")
+            self._reach(key, "begin", key.completed or None)
         while self._now + 1 < len(self.keys):
             self._now += 1
             self._explore(self.keys[self._now])
@@ -484,8 +491,8 @@ class Graph:
         """Tell the events that lead to a state."""
         events = []
         while state >= 0:
-            state, event = self.came_from[state]
-            events.append(event)
+            state, event, detail = self.came_from[state]
+            events.append(event if detail is None else f"{event}{detail}")
         return " > ".join(reversed(events))
 
     # -- liveness ------------------------------------------------------------------------------
@@ -526,39 +533,35 @@ class Graph:
 
     # -- breadth-first search --------------------------------------------------------------------
 
-    def _reach(self, key: Key, event: str) -> int:
-        state = self.index.get(key)
-        if state is None:
-            state = len(self.keys)
+    def _reach(self, key: Key, event: str, detail: Any) -> int:
+        state = self.index.setdefault(key, len(self.keys))
+        if state == len(self.keys):
             if state >= self.max_states:
                 raise Breach(f"{self.setting}: more than {self.max_states} states, not finite?")
-            self.index[key] = state
             self.keys.append(key)
-            self.came_from.append((self._now, event))
+            self.came_from.append((self._now, event, detail))
             self.helpful.append([])
             for takes in self.by_take.values():
                 takes.append([])
         return state
 
     def _explore(self, key: Key) -> None:
-        event = "validate"
+        event, detail = "validate", None
         try:
             pacing = self.freezer.thaw(key)
             pacing.validate()
             self._check_state(key, pacing)
-            world = _World(self, key)
-            for event, successor in world.events():
+            for event, detail, successor in _World(self, key).events():
                 self.transitions += 1
-                reached = self._reach(successor, event)
-                kind = event.split("(", 1)[0]
-                if kind == "take":
-                    self.by_take[int(event[5:-1])][reached].append(self._now)
-                elif kind in ("admit", "finish", "publish"):
+                reached = self._reach(successor, event, detail)
+                if event == "take":
+                    self.by_take[detail][reached].append(self._now)
+                elif event in HELPFUL:
                     self.helpful[reached].append(self._now)
         except (AssertionError, RunFault) as error:
             raise Breach(
                 f"{self.setting}: {type(error).__name__}: {error}\n"
-                f"after {self.way_to(self._now)} (last tried: {event})\nin {key}"
+                f"after {self.way_to(self._now)} (tried after {event}{detail})\nin {key}"
             ) from error
 
     def _check_state(self, key: Key, pacing: Any) -> None:
@@ -606,10 +609,10 @@ class _World:
         self.num_flight = len(key.flight)
         self.num_untaken = len(key.flight) + len(key.completed)
         closed = int(key.ahead) + (key.left == 0)
-        self.newest = closed if self.setting.exact else min(closed, 1)
+        self.newest = closed
         """The newest version that a sampler may hold: made, perhaps not announced here yet."""
 
-    def events(self) -> Iterator[tuple[str, Key]]:
+    def events(self) -> Iterator[Event]:
         """Yield every event with the state that it leads to; check its answer."""
         yield from self.admissions()
         for place, code in enumerate(self.key.flight):
@@ -630,7 +633,7 @@ class _World:
 
     # -- the samplers ----------------------------------------------------------------------------
 
-    def admissions(self) -> Iterator[tuple[str, Key]]:
+    def admissions(self) -> Iterator[Event]:
         key, setting = self.key, self.setting
         everybody = (*key.flight, *key.completed, *key.first, *key.second)
         room = not key.exhausted and len(everybody) < self.graph.slots
@@ -647,46 +650,47 @@ class _World:
                 group = pacing.group(self.next_id)
                 assert least == BASE == group.source == group.min_version, "min_version"
                 assert group.num_bytes == num_bytes, "the bytes reserved"
-                yield "admit()", self.freezer.freeze(pacing)
+                yield "admit", num_bytes, self.freezer.freeze(pacing)
 
-    def sampling(self, place: int, code: int) -> Iterator[tuple[str, Key]]:
+    def sampling(self, place: int, code: int) -> Iterator[Event]:
         """What a sampler can do with one in-flight group."""
         source, least = source_of(code), _min_version_of(code)
+        started = source > least
         for version in range(least, self.newest + 1):
-            if version <= source and not self.setting.exact:
-                continue  # nothing changes
+            if started or (version <= source and not self.setting.exact):
+                continue  # an attempt starts once, and nothing changes
             pacing = self.thaw()
             pacing.start(place, BASE + version)
             assert pacing.group(place).source == BASE + max(source, version), "source on start"
-            yield f"start({source}>{version})", self.freezer.freeze(pacing)
+            yield "start", (source, version), self.freezer.freeze(pacing)
         for version in range(source, max(self.newest, source) + 1):
             pacing = self.thaw()
             pacing.complete(place, BASE + version)
             assert pacing.group(place).source == BASE + version, "source on completion"
             word = "finish" if version == source else "complete"
-            yield f"{word}({source}>{version})", self.freezer.freeze(pacing)
+            yield word, (source, version), self.freezer.freeze(pacing)
         pacing = self.thaw()
         least = pacing.restart(place)
         group = pacing.group(place)
         assert least == group.min_version, "a restart is told another min_version"
         assert least >= BASE and group.source >= BASE + source, "a due step moves down"
         assert least >= group.source, "the new attempt may be older than its due step says"
-        yield f"restart({source})", self.freezer.freeze(pacing)
-        yield from self.drop(place, f"lose({source})")
+        yield "restart", source, self.freezer.freeze(pacing)
+        yield from self.drop(place, "lose", source)
 
-    def drops_of_completed(self) -> Iterator[tuple[str, Key]]:
+    def drops_of_completed(self) -> Iterator[Event]:
         for place, code in enumerate(self.key.completed):
             if place == 0 or self.key.completed[place - 1] != code:
-                yield from self.drop(self.num_flight + place, f"filter({source_of(code)})")
+                yield from self.drop(self.num_flight + place, "filter", source_of(code))
 
-    def drop(self, group_id: int, event: str) -> Iterator[tuple[str, Key]]:
+    def drop(self, group_id: int, event: str, source: int) -> Iterator[Event]:
         pacing = self.thaw()
         before = pacing.num_outstanding
         assert pacing.drop(group_id) is True, "an untaken group keeps its slot"
         assert pacing.group(group_id) is None and pacing.num_outstanding == before - 1
-        yield event, self.freezer.freeze(pacing)
+        yield event, source, self.freezer.freeze(pacing)
 
-    def drops_of_taken(self) -> Iterator[tuple[str, Key]]:
+    def drops_of_taken(self) -> Iterator[Event]:
         """A taken group holds slot and place, whatever becomes of it."""
         taken = (*self.key.first, *self.key.second)
         for place, code in enumerate(taken):
@@ -701,11 +705,11 @@ class _World:
             after = self.freezer.freeze(pacing)
             if not self.setting.exact:
                 assert after == self.key, "dropping a taken group changes something"
-            yield "drop_taken()", after
+            yield "drop_taken", place, after
 
     # -- the learner -----------------------------------------------------------------------------
 
-    def take(self, num_groups: int) -> Iterator[tuple[str, Key]]:
+    def take(self, num_groups: int) -> Iterator[Event]:
         key, graph = self.key, self.graph
         pacing = self.thaw()
         expected = self.expected_answer(num_groups)
@@ -721,7 +725,7 @@ class _World:
             graph.ends[num_groups].add(graph._now)
         elif word == "Taken":
             self.check_taken(pacing, answer, num_groups)
-            yield f"take({num_groups})", after
+            yield "take", num_groups, after
         else:
             assert after == key, "waiting changes something"
             graph.waits += word == "stragglers"
@@ -779,7 +783,7 @@ class _World:
         if self.key.remaining < 0 or not self.setting.carry:
             assert self.num_untaken == 0, "the end leaves groups behind"
 
-    def hand_backs(self) -> Iterator[tuple[str, Key]]:
+    def hand_backs(self) -> Iterator[Event]:
         """Undo the takes of the open batch, whatever their sources are."""
         key = self.key
         open_taken = key.second if key.ahead else key.first
@@ -796,7 +800,7 @@ class _World:
             assert pacing.num_outstanding == outstanding - dropped, "a dropped group came back"
             assert pacing.left == self.graph.batch, "places after a hand back"
             assert all(pacing.group(g).state.name == "COMPLETED" for g in returned)
-            yield "hand_back()", self.freezer.freeze(pacing)
+            yield "hand_back", len(returned), self.freezer.freeze(pacing)
         if open_taken:
             self.close_short()
 
@@ -833,13 +837,13 @@ class _World:
             assert len(freed) == len(key.second), "freed by the publication"
         assert pacing.gauges() == (len(key.flight), len(key.completed), 0)
 
-    def publications(self) -> Iterator[tuple[str, Key]]:
+    def publications(self) -> Iterator[Event]:
         key = self.key
         if key.left == 0 and not key.ahead:
             pacing = self.thaw()
             pacing.collect_next()
             assert (pacing.step, pacing.left) == (BASE + 1, self.graph.batch)
-            yield "collect_next()", self.freezer.freeze(pacing)
+            yield "collect_next", None, self.freezer.freeze(pacing)
         if key.left == 0 or key.ahead:
             pacing = self.thaw()
             freed = pacing.publish(BASE + 1)
@@ -848,25 +852,25 @@ class _World:
             assert all(pacing.group(group_id) is None for group_id in freed)
             expected = key.left if key.ahead else self.graph.batch
             assert (pacing.step, pacing.left) == (BASE + 1, expected), "the batch after it"
-            yield "publish()", self.freezer.freeze(pacing)
+            yield "publish", len(freed), self.freezer.freeze(pacing)
 
     # -- the data --------------------------------------------------------------------------------
 
-    def end_of_data(self) -> Iterator[tuple[str, Key]]:
+    def end_of_data(self) -> Iterator[Event]:
         pacing = self.thaw()
         pacing.end_of_data()
         assert pacing.can_admit() is False, "admits after the end of the data"
         after = self.freezer.freeze(pacing)
         assert after == self.key._replace(exhausted=True), "the end of the data changes more"
         if self.setting.exact:
-            yield "end_of_data()", after
+            yield "end_of_data", None, after
             return
         for num_groups in self.setting.takes:
             if num_groups <= self.key.left:
                 world = _World(self.graph, after)
-                for event, successor in world.take(num_groups):
+                for _, _, successor in world.take(num_groups):
                     if len(self.key.completed) < num_groups:
-                        yield f"short_{event}", successor
+                        yield "take_short", num_groups, successor
                     else:
                         expected = successor._replace(exhausted=False)
                         assert expected in self.graph.index, "taken otherwise after the end"

@@ -260,7 +260,7 @@ def test_a_thousand_publications_leave_nothing_behind(shm: Path) -> None:
     export = SharedMemoryExport(path, manifest)
     imports = [SharedMemoryImport(path, manifest) for _ in range(2)]
     during = footprint()
-    assert during == (before[0] + 3, before[1] + 6, ["weights"]) or during[1] > before[1]
+    assert (during[0], during[2]) == (3, ["weights"])
     for version in range(1000):
         digest = publish(export, version, bytes([version % 256]) * manifest.num_bytes)
         for imported in imports:
