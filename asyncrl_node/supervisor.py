@@ -171,14 +171,17 @@ class Supervisor:
 
     def _poll(self) -> None:
         self._scheduler.socket.poll(_POLL_MS)
-        while (report := self._scheduler.receive()) is not None:
-            self._digest(report)
+        self._receive()
         self._show(None)
         if self.ended is None:
             self._watch_children()
         if self._signals and not self._drained:
             self._drained = True
             self._scheduler.send(Drain())
+
+    def _receive(self) -> None:
+        while (report := self._scheduler.receive()) is not None:
+            self._digest(report)
 
     def _digest(self, report: LauncherReport) -> None:
         match report:
@@ -210,8 +213,16 @@ class Supervisor:
                 self._stop_for(child, code)
 
     def _stop_for(self, child: Child, code: int) -> None:
-        """The learner or the scheduler is gone: the run cannot go on."""
-        if self.ended is not None or (child.name == "learner" and code == 0):
+        """The learner or the scheduler is gone: the run cannot go on, unless it has just ended.
+
+        A process that ends well has sent its last words before; they may still be on their way.
+        """
+        if code == 0:
+            until_s = time.monotonic() + _END_WITHIN_S
+            while self.ended is None and time.monotonic() < until_s:
+                self._scheduler.socket.poll(_POLL_MS)
+                self._receive()
+        if self.ended is not None:
             return
         fault = read_fault(self._directory, child.name)
         if fault is not None:

@@ -19,6 +19,7 @@ LedgerEvent = Literal[
     "taken",
     "handed_back",
     "trained",
+    "published",
     "filtered",
     "failed",
     "leftover",
@@ -54,6 +55,10 @@ class ReleaseSlot(NamedTuple):
     """Remove the slot file of this attempt."""
 
     key: GroupKey
+
+
+NO_GROUP = GroupKey(-1, 0)
+"""The key of an event that belongs to no group: published."""
 
 
 class Record(NamedTuple):

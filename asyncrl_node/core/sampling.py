@@ -249,8 +249,7 @@ class SamplerCore:
             case WeightsAvailable():
                 self._available = max(self._available, event.version)
             case LeaseGranted():
-                self._loading = event.version
-                self._out.append(LoadWeights(event.version))
+                self._on_lease_granted(event)
             case CopyDone():
                 self._on_copy_done(event)
             case LoadDone():
@@ -279,6 +278,12 @@ class SamplerCore:
         self._asked = True
         self._out.append(ToLearner(Lease(self.settings.sampler, self.settings.incarnation)))
 
+    def _on_lease_granted(self, granted: LeaseGranted) -> None:
+        """Load, if that was asked for: a grant that comes twice was released once already."""
+        if self._asked and self._loading < 0 and granted.version > self.policy_version:
+            self._loading = granted.version
+            self._out.append(LoadWeights(granted.version))
+
     def _on_copy_done(self, copied: CopyDone) -> None:
         settings = self.settings
         self.policy_version = copied.version
@@ -298,12 +303,15 @@ class SamplerCore:
     # -- starting ----------------------------------------------------------------------------
 
     def _on_admit(self, admit: Admit) -> None:
-        known = self._groups.get(admit.key.group_id)
-        queued = any(a.key == admit.key for a in self._queue)
-        if queued or (known is not None and known.admit.key.attempt >= admit.key.attempt):
+        """Queue a group; a newer attempt replaces an older one, queued or running."""
+        known = [a.key for a in self._queue if a.key.group_id == admit.key.group_id]
+        running = self._groups.get(admit.key.group_id)
+        if running is not None:
+            known.append(running.admit.key)
+        if any(key.attempt >= admit.key.attempt for key in known):
             return
-        if known is not None:
-            self._on_cancel(known.admit.key)
+        for key in known:
+            self._on_cancel(key)
         self._queue.append(admit)
 
     def _start_rollouts(self) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple, assert_never
 
 from asyncrl_node.core.evaluation import Evaluations
 from asyncrl_node.core.instructions import (
+    NO_GROUP,
     Finish,
     Instruction,
     LedgerEvent,
@@ -510,6 +511,8 @@ class SchedulerCore:
         self.phase = "publishing"
 
     def _on_published(self, published: Published) -> None:
+        version = published.version
+        self._out.append(Record("published", NO_GROUP, -1, -1, step=version - 1, version=version))
         if published.version == self.settings.start_version:
             return  # the first weights: no step precedes them, no slot is held
         for group_id in self.pacing.publish(published.version):

@@ -14,7 +14,7 @@ queue; the next step admits them like any other, and their "prompt" is all they 
 is no second path for recomputation, and no forward pass sees two versions.
 
 Sampling inverts the cumulative distribution at one uniform number per token, a pure function of
-(seed, index of the token). It does not depend on the batch; the logits do, by rounding (about 1e-7
+(seed, position of the token). It does not depend on the batch; the logits do, by rounding (about 1e-7
 in float32, as the matrix kernels choose their order by the number of rows). So two runs in
 different company give the same tokens unless a uniform number falls into such a gap.
 """
@@ -332,13 +332,11 @@ def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _uniforms(sequences: list[_Sequence]) -> npt.NDArray[np.float64]:
     """Give each position the number that samples the token after it, in [0, 1 - 2**-52].
 
-    [sequences, longest limit - 1]; columns before a prompt's last token mean nothing.
+    [sequences, longest limit - 1]
     """
     seeds = np.array([sequence.request.seed % 2**64 for sequence in sequences], np.uint64)
-    prompts = np.array([len(sequence.request.prompt_tokens) for sequence in sequences])
-    columns = np.arange(max(sequence.limit for sequence in sequences) - 1)
-    indices = (columns - prompts[:, None] + 2).astype(np.uint64)  # 1 at a prompt's last token
-    streams = _mixed(seeds + _GAMMA)[:, None] + indices * _GAMMA
+    positions = np.arange(max(sequence.limit for sequence in sequences) - 1, dtype=np.uint64)
+    streams = _mixed(seeds + _GAMMA)[:, None] + positions * _GAMMA
     return (_mixed(streams) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 

@@ -153,7 +153,7 @@ def _read_ledger(path: Path) -> tuple[dict[int, _Life], bool]:
             event = _Event(*values)
             if event.event == "ended":
                 finished = True
-            else:
+            elif event.event != "published":
                 lives[event.group].events.append(event)
     return dict(lives), finished
 

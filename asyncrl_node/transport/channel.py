@@ -21,6 +21,8 @@ import zmq.asyncio
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_SOCKET_PATH_BYTES = 107
+_MALFORMED = (msgspec.MsgspecError, RecursionError)
+"""What decoding can raise; a message nested thousands deep is the second."""
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class Dealer(Generic[Received, Sent]):
                 return None
             try:
                 decoded: Received = self._decoder.decode(payload)
-            except msgspec.MsgspecError as error:
+            except _MALFORMED as error:
                 self.num_malformed += 1
                 log.warning("dropped a malformed message: %s", error)
                 continue
@@ -122,7 +124,7 @@ class AsyncDealer(Generic[Received, Sent]):
             payload = await self.socket.recv()
             try:
                 decoded: Received = self._decoder.decode(payload)
-            except msgspec.MsgspecError as error:
+            except _MALFORMED as error:
                 self.num_malformed += 1
                 log.warning("dropped a malformed message: %s", error)
                 continue
@@ -177,7 +179,7 @@ class Router(Generic[Received, Sent]):
                 continue
             try:
                 message = decoder.decode(frames[1])
-            except msgspec.MsgspecError as error:
+            except _MALFORMED as error:
                 self._drop(f"{peer}: {error}")
                 continue
             self._meet(peer)

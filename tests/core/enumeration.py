@@ -609,6 +609,8 @@ class _World:
         self.num_flight = len(key.flight)
         self.num_untaken = len(key.flight) + len(key.completed)
         closed = int(key.ahead) + (key.left == 0)
+        self.is_present = key is graph.keys[graph._now]
+        """False for the twin of the present state at the end of the data."""
         self.newest = closed
         """The newest version that a sampler may hold: made, perhaps not announced here yet."""
 
@@ -722,13 +724,14 @@ class _World:
         if word == "EndOfTraining":
             assert after == key, "the end changes something"
             self.check_end()
-            graph.ends[num_groups].add(graph._now)
+            if self.is_present:
+                graph.ends[num_groups].add(graph._now)
         elif word == "Taken":
             self.check_taken(pacing, answer, num_groups)
             yield "take", num_groups, after
         else:
             assert after == key, "waiting changes something"
-            graph.waits += word == "stragglers"
+            graph.waits += self.is_present and word == "stragglers"
             if word == "fill" and not key.flight:
                 assert pacing.can_admit() or key.ahead, "waits for a fill that cannot come"
 

@@ -287,14 +287,30 @@ def test_a_seed_gives_the_same_tokens_in_any_company(tmp_path):
     rig.load(0)
     alone = rig.submit([4, 5, 6], 20, seed=11)
     rig.run()
-    rig.submit_ragged(4)
-    together = rig.submit([4, 5, 6], 20, seed=11)
+    for i in range(4):
+        rig.submit([i, 2], 3 + 4 * i, seed=i)
+    together = rig.submit([4, 5, 6], 20, seed=11)  # the last row: it moves when another ends
     other_seed = rig.submit([4, 5, 6], 20, seed=12)
-    rig.submit_ragged(8, seed=1)
     rig.run()
     rig.check()
     assert rig.completions[alone].tokens == rig.completions[together].tokens
     assert rig.completions[alone].tokens != rig.completions[other_seed].tokens
+
+
+def test_a_seed_goes_on_after_a_swap(tmp_path):
+    rig = Rig(tmp_path, rows=3)
+    rig.load(0)
+    rig.submit([4, 5, 6], 20, seed=11)
+    rig.run()
+    rig.submit([1], 5, seed=1)
+    rig.submit([4, 5, 6], 20, seed=11)
+    rig.run(max_steps=8)
+    rig.models[1] = rig.models[0]
+    rig.engine.load_weights(1, *flatten(rig.models[0]))
+    rig.run()
+    rig.check()
+    assert rig.completions[0].tokens == rig.completions[2].tokens
+    assert rig.completions[2].policy_versions == [0] * 8 + [1] * 12
 
 
 def test_seeds_beyond_64_bits_and_below_zero(tmp_path):
