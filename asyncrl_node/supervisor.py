@@ -247,6 +247,9 @@ class Supervisor:
 
     def _wait_for_exits(self) -> None:
         """Give the processes the time to end by themselves; the owner of this wait is the clock."""
+        for sampler in self._samplers:
+            if sampler.child is not None:
+                sampler.child.process.terminate()  # it holds nothing; it may never have connected
         until_s = time.monotonic() + _END_WITHIN_S
         while time.monotonic() < until_s and len(self._signals) < 2:
             if all(child.exit_code() is not None for child in self._children):

@@ -72,6 +72,8 @@ class _Reader:
         self.incarnation = incarnation
         self.wants_lease = False
         self.holds_lease = False
+        self.granted: int | None = None
+        """The newest version it was granted; no version is granted twice."""
         self.loading: int | None = None
         self.loading_since_s = 0.0
         self.acknowledged = -1
@@ -107,9 +109,7 @@ class PublishingCore:
             case WeightsHello():
                 self._on_hello(event)
             case Lease():
-                reader = self._reader(event.sampler, event.incarnation)
-                if reader is not None:
-                    reader.wants_lease = True
+                self._on_lease(event)
             case Release():
                 self._on_release(event)
             case WeightsLoaded():
@@ -143,9 +143,15 @@ class PublishingCore:
         if self.published >= 0:
             self._out.append(ToSampler(hello.sampler, WeightsAvailable(self.published)))
 
+    def _on_lease(self, lease: Lease) -> None:
+        """Note the wish, unless it came twice: of two grants the first release would end both."""
+        reader = self._reader(lease.sampler, lease.incarnation)
+        if reader is not None and reader.loading is None and reader.granted != self.published:
+            reader.wants_lease = True
+
     def _on_release(self, release: Release) -> None:
         reader = self._reader(release.sampler, release.incarnation)
-        if reader is not None:
+        if reader is not None and reader.granted == release.version:
             reader.holds_lease = False
 
     def _on_loaded(self, loaded: WeightsLoaded) -> None:
@@ -186,7 +192,7 @@ class PublishingCore:
             if reader.wants_lease:
                 reader.wants_lease = False
                 reader.holds_lease = True
-                reader.loading = self.published
+                reader.granted = reader.loading = self.published
                 reader.loading_since_s = now_s
                 grant = LeaseGranted(self.published, self._hashes[self.published])
                 self._out.append(ToSampler(sampler, grant))

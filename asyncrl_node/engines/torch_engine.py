@@ -14,9 +14,9 @@ queue; the next step admits them like any other, and their "prompt" is all they 
 is no second path for recomputation, and no forward pass sees two versions.
 
 Sampling inverts the cumulative distribution at one uniform number per token, a pure function of
-(seed, position of the token). It does not depend on the batch; the logits do, by rounding (about 1e-7
-in float32, as the matrix kernels choose their order by the number of rows). So two runs in
-different company give the same tokens unless a uniform number falls into such a gap.
+(seed, position of the token). It does not depend on the batch; the logits do, by rounding (about
+1e-7 in float32: the matrix kernels choose their order of summation by the number of rows). So two
+runs in different company give the same tokens unless a uniform number falls into such a gap.
 """
 
 from __future__ import annotations

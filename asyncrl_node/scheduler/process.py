@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.05
 _STATUS_EVERY_S = 0.2
 _FLUSH_EVERY_S = 0.05
+_LAUNCHER_WITHIN_S = 3.0
 
 LEARNER = Peer("learner")
 LAUNCHER = Peer("launcher")
@@ -102,11 +103,19 @@ class SchedulerProcess:
                 self._drain_socket()
                 self._obey(self.core.handle(Tick(), time.monotonic()))
                 self._housekeeping()
+            self._wait_for_launcher()
         finally:
             self._ledger.close()
             self._rows.close()
             self._router.close()
             self._zmq.term()
+
+    def _wait_for_launcher(self) -> None:
+        """Keep the last words for a launcher that has not connected yet; the clock ends this."""
+        until_s = time.monotonic() + _LAUNCHER_WITHIN_S
+        while self._router.has_waiting(LAUNCHER) and time.monotonic() < until_s:
+            self._router.socket.poll(_TICK_S * 1000)
+            self._router.receive()
 
     def _drain_socket(self) -> None:
         while not self._finished and (received := self._router.receive()) is not None:
@@ -158,7 +167,8 @@ class SchedulerProcess:
             self._ledger.flush()
         if now - self._last_status_s >= _STATUS_EVERY_S:
             self._last_status_s = now
-            self._router.send(LAUNCHER, self.core.status())
+            if self._router.knows(LAUNCHER):
+                self._router.send(LAUNCHER, self.core.status())
 
 
 def main(context: ProcessContext) -> None:

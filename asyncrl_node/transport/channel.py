@@ -59,6 +59,7 @@ def endpoint(sockets_dir: Path, name: str) -> str:
 
 def _prepare(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # whoever starts before the one that binds
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -164,6 +165,14 @@ class Router(Generic[Received, Sent]):
             self._waiting[peer].append(payload)
             return
         self._send(peer, payload)
+
+    def knows(self, peer: Peer) -> bool:
+        """Say whether a peer has said its first word."""
+        return peer in self._heard
+
+    def has_waiting(self, peer: Peer) -> bool:
+        """Say whether messages wait for a peer that has not said its first word."""
+        return bool(self._waiting.get(peer))
 
     def receive(self) -> tuple[Peer, Received] | None:
         """Return the next message and its sender, or None if there is none now."""

@@ -316,11 +316,12 @@ def test_a_seed_goes_on_after_a_swap(tmp_path):
 def test_seeds_beyond_64_bits_and_below_zero(tmp_path):
     rig = Rig(tmp_path)
     rig.load(0)
-    for seed in (-1, 2**64 - 1, 2**70 + 3, 3):
+    for seed in (-1, 2**64 - 1, 2**70 + 3, 3, 2**63 - 1):
         rig.submit([1], 12, seed=seed)
     rig.run()
-    tokens = [rig.completions[n].tokens for n in range(4)]
+    tokens = [rig.completions[n].tokens for n in range(5)]
     assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    assert tokens[4] not in tokens[:4]
 
 
 @pytest.mark.parametrize("seed", range(12))
