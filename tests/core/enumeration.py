@@ -12,7 +12,7 @@ that is closed and not yet published). It may die, its data may be dropped, in a
 learner takes any n that divides B, mixed at will (so all learners with one n are covered), may
 prefetch, hand back, close short and publish. Data may end at any moment.
 
-Two ways of keying, which test_pacing_enumeration.py compares:
+Two ways of keying; test_pacing_enumeration.py checks that the second leaves out no behaviour:
 
     exact      everything above is in the key
     reduced    left out of the key, because nothing reads it until one event that is tried here

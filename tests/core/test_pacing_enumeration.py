@@ -36,7 +36,7 @@ from tests.core.enumeration import (
 from tests.core.mutants import Mutant, load
 
 BOUNDED = all_bounded(3, 3)
-SMALL = [(b, d, k) for b, d, k in BOUNDED if b * (d + 1) <= 4]
+SMALL = [(b, d, k) for b, d, k in BOUNDED if b * (d + 1) <= 4 and d <= 2]
 
 
 def show(report: Report) -> Report:
@@ -75,20 +75,22 @@ def test_a_breach_tells_the_way_there():
 
 
 @pytest.mark.parametrize(("batch", "depth", "bound"), SMALL)
-def test_what_the_reduced_key_leaves_out_reaches_nothing_new(batch, depth, bound):
-    """The exact graph, seen through the reduced key, is the reduced graph: no more, no less."""
-    for carry in (False, True):
-        exact = Graph(Setting(batch, depth, bound, carry=carry, exact=True), refusals=True)
-        exact.check_progress()
-        show(exact.report())
-        reduced = Graph(Setting(batch, depth, bound, carry=carry))
-        seen = {reduced_key(key) for key in exact.keys}
-        assert {k for k in seen if not k.exhausted} == {k for k in reduced.keys if not k.exhausted}
-        ended = {k for k in seen if k.exhausted}
-        only_at_the_end = {k for k in reduced.keys if k.exhausted}
-        twins = {k._replace(exhausted=True) for k in reduced.keys}
-        assert only_at_the_end <= ended <= twins
-        assert exact.worst_staleness == reduced.worst_staleness
+def test_the_reduced_key_leaves_out_no_behaviour(batch, depth, bound):
+    """The exact graph, seen through the reduced key, lies within the reduced graph.
+
+    The reduced graph may have more: it hands back whatever a take could have let through.
+    """
+    exact = Graph(Setting(batch, depth, bound, exact=True), refusals=True)
+    exact.check_progress()
+    show(exact.report())
+    reduced = Graph(Setting(batch, depth, bound))
+    seen = {reduced_key(key) for key in exact.keys}
+    ended = {key for key in seen if key.exhausted}
+    twins = {key._replace(exhausted=True) for key in reduced.keys}
+    assert seen - ended <= reduced.index.keys()
+    assert ended <= twins
+    assert {key for key in reduced.keys if key.exhausted} <= ended
+    assert exact.worst_staleness == reduced.worst_staleness
 
 
 def reduced_key(key):
@@ -279,7 +281,7 @@ def plain_events(key):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("batch", "depth", "bound"),
-    [(b, d, k) for b, d, k in BOUNDED if 4 < b * (d + 1) <= 6],
+    [(b, d, k) for b, d, k in BOUNDED if (b, d, k) not in SMALL and b * (d + 1) <= 6],
 )
 def test_slow_exact_keys(batch, depth, bound):
     report = show(explore(Setting(batch, depth, bound, exact=True), refusals=True))

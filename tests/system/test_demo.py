@@ -50,10 +50,14 @@ def test_the_demo_learns_and_its_checkpoint_is_a_hugging_face_folder(tmp_path: P
 
 
 def test_rollouts_span_versions_when_weights_change_inside_them(tmp_path: Path) -> None:
-    """Weights swap between decode steps: some rollouts hold tokens of two versions, rightly so."""
+    """Weights swap between decode steps: some rollouts hold tokens of two versions, rightly so.
+
+    One group at a time makes the sampler the bottleneck: it is never idle when weights come.
+    """
     run_dir = tmp_path / "run"
     flags = ("--steps", "12", "--eval-problems", "0", "--groups-per-batch", "4")
-    done = launch(run_dir, *flags, "--pipeline-depth", "2", timeout_s=240)
+    slow_sampler = ("--pipeline-depth", "2", "--sampling.max-concurrent-rollouts", "8")
+    done = launch(run_dir, *flags, *slow_sampler, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
     records = trained(run_dir)
     assert any(row["version_max"] > row["version_min"] for row in records)
