@@ -464,6 +464,8 @@ class Graph:
         """For each n and each state, from which it is reached by take(n)."""
         self.ends: dict[int, set[int]] = {n: set() for n in setting.takes}
         """States that answer take(n) with EndOfTraining."""
+        self.resumable: set[tuple[int, ...]] = set()
+        """Completed groups of states right after a publication or a hand back: checkpoints."""
         self.transitions = 0
         self.worst_staleness = 0
         self.waits = 0
@@ -582,6 +584,10 @@ class Graph:
             assert len(open_taken) + key.left == self.batch, "places of the open batch"
         if key.ahead and not key.exhausted:
             assert len(key.first) == self.batch, "a closed batch that is not whole"
+        if key.left == self.batch and not key.ahead and key.completed not in self.resumable:
+            resumed = self.freezer.resume(key.completed)
+            assert resumed is not None, "a checkpoint of what is completed cannot be resumed"
+            self.resumable.add(key.completed)
         if self.setting.num_steps is not None and not self.setting.carry:
             assert len(untaken) <= self._places(key), "a group that can never be trained"
         gauges = pacing.gauges()

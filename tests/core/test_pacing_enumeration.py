@@ -183,16 +183,6 @@ def test_resume_refuses_exactly_what_is_impossible(batch, depth, bound):
     assert num_refused > 0, (num_accepted, num_refused)
 
 
-@pytest.mark.parametrize(("batch", "depth", "bound"), [s for s in BOUNDED if s[0] * (s[1] + 1) < 9])
-def test_every_checkpoint_can_be_resumed(batch, depth, bound):
-    """Right after publication and after a hand back: what is completed is carried, and fits."""
-    graph = Graph(Setting(batch, depth, bound))
-    carried = {key.completed for key in graph.keys if not key.ahead and key.left == batch}
-    assert carried
-    for completed in carried:
-        assert graph.freezer.resume(completed) is not None, completed
-
-
 @pytest.mark.xfail(
     strict=True,
     reason="close_short leaves open places unused, so what was due in them is past due at resume",
@@ -220,8 +210,11 @@ def test_every_checkpoint_after_a_short_batch_can_be_resumed(batch, depth, bound
 # -- what earlier systems do, as a control that the checker sees it --------------------------------
 
 
-@pytest.mark.parametrize(("batch", "depth", "bound"), [(1, 2, 3), (1, 3, 3), (2, 2, 3)])
-def test_waiting_only_for_what_is_due_now_breaks_the_bound(batch, depth, bound):
+@pytest.mark.parametrize(
+    ("batch", "depth", "bound", "reached"), [(1, 2, 3, 4), (1, 3, 3, 5), (2, 2, 3, 4)]
+)
+def test_waiting_only_for_what_is_due_now_breaks_the_bound(batch, depth, bound, reached):
+    """The older rule with all slots in flight, as pacing.md says."""
     older = load(
         Mutant(
             "the older rule",
@@ -230,42 +223,42 @@ def test_waiting_only_for_what_is_due_now_breaks_the_bound(batch, depth, bound):
             "            if horizon <= 0 and due > places:\n",
         )
     )
+    setting = Setting(batch, depth, bound, carry=False)
     with pytest.raises(Breach):
-        Graph(Setting(batch, depth, bound, carry=False), older)
-    worst = worst_staleness_of(older, Setting(batch, depth, bound, carry=False))
-    assert worst > bound
+        Graph(setting, older)
+    assert worst_staleness_of(older, setting) == reached
 
 
-def worst_staleness_of(core, setting, max_states=200_000) -> int:
-    """Explore a rule that breaks the bound, with every check off: how bad does it get?"""
-    freezer = Freezer(core, setting)
-    batch = setting.groups_per_batch
+def worst_staleness_of(core, setting) -> int:
+    """Explore a rule that breaks the bound, with every check off: how bad does it get?
+
+    Admissions, completions, takes of whole batches and publications are enough to see it.
+    """
     core.Pacing._check_past_due = lambda pacing: None
+    freezer = Freezer(core, setting)
     seen = set(freezer.start_keys())
     queue, worst = list(seen), 0
-    while queue and len(seen) < max_states and worst <= setting.max_steps_off_policy:
+    while queue:
         key = queue.pop()
         successors = []
-        for event, arguments in plain_events(key):
+        for event, arguments in plain_events(freezer.thaw(key), key):
             pacing = freezer.thaw(key)
-            if event == "admit" and not pacing.can_admit():
-                continue
-            answer = getattr(pacing, event)(*arguments)
+            try:
+                answer = getattr(pacing, event)(*arguments)
+            except RunFault:  # older systems would not notice
+                answer = pacing._take(pacing._stalest(*arguments), closes=True)
             if type(answer).__name__ == "Taken":
                 ages = [-source_of(code) for code in key.completed[: arguments[0]]]
                 worst = max(worst, *ages)
             successors.append(freezer.freeze(pacing))
-        for successor in successors:
-            if successor not in seen:
-                seen.add(successor)
-                queue.append(successor)
-    assert batch
+        queue += {successor for successor in successors if successor not in seen}
+        seen.update(successors)
     return worst
 
 
-def plain_events(key):
-    """Admit, complete, take, publish: enough to break the older rule."""
-    yield "admit", (99,)
+def plain_events(pacing, key):
+    if pacing.can_admit():
+        yield "admit", (pacing.num_outstanding,)
     for place, code in enumerate(key.flight):
         yield "complete", (place, BASE + source_of(code))
     if key.left and len(key.completed) >= key.left:
