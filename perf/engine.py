@@ -8,7 +8,8 @@ longest member has finished: no masks, no scattered writes, no bookkeeping per r
 its rows stand at the same position. Times are CPU seconds of this process; the two sides take
 turns, and a ratio is the median of the ratios of neighbours.
 
-ratio_to_static_loop            64 new tokens for everybody: the price of being flexible
+ratio_to_static_loop            64 new tokens for everybody: the price of being flexible (here the
+                                engine needs no mask either; rows out of step cost it a little more)
 ratio_to_static_loop_long_tail  256 requests, exponential lengths (mean 24, at most 100): the gain
 """
 

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
     sampled: list[int]
     """Problem of every group that was started."""
     discarded: list[int]
-    """Problem of every group that was thrown away."""
+    """Every group that was thrown away."""
     step_ends_s: list[float]
 
 
@@ -71,7 +71,7 @@ class Policy(Protocol):
         ...
 
     def requeued(self) -> list[int]:
-        """Return problems to sample again, once."""
+        """Return groups that were thrown away since the last call; their problems come again."""
         ...
 
 
@@ -115,7 +115,7 @@ def simulate(
             train_ends_s = now_s + settings.train_s
         dropped = policy.requeued()
         outcome.discarded.extend(dropped)
-        again.extend(dropped)
+        again.extend(problem_of[group] for group in dropped)
         fill()
         if train_ends_s is not None and (not running or train_ends_s <= running[0][0]):
             now_s, train_ends_s = train_ends_s, None
@@ -177,7 +177,6 @@ class _SimplePolicy:
         self._settings = settings
         self._version = 0
         self._source: dict[int, int] = {}
-        self._problem: dict[int, int] = {}
         self._in_flight: set[int] = set()
         self._completed: list[tuple[int, int]] = []
         """Heap of (version, group)."""
@@ -187,7 +186,6 @@ class _SimplePolicy:
     def start(self, group: int, problem: int) -> None:
         """Note a start."""
         self._source[group] = self._version
-        self._problem[group] = problem
         self._in_flight.add(group)
 
     def complete(self, group: int) -> None:
@@ -230,7 +228,7 @@ class DiscardPolicy(_SimplePolicy):
         bound = self._settings.max_steps_off_policy
         while self._completed and self._version - self._completed[0][0] > bound:
             _, group = heapq.heappop(self._completed)
-            self._requeued.append(self._problem[group])
+            self._requeued.append(group)
         return self._pop_batch()
 
 

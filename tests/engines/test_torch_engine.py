@@ -445,6 +445,7 @@ def test_requests_that_can_never_fit(tmp_path):
         {"max_new_tokens": 15},
         {"temperature": 0.0},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
         {"request_id": 0},
     ):
         fields = {name: getattr(good, name) for name in good.__struct_fields__}

@@ -1,0 +1,953 @@
+"""The scheduler's decisions, in virtual time: fake samplers and a fake learner are functions.
+
+Every test takes the module under test as `core`, so that tests/core/mutants.py can run the same
+functions on changed copies of it. The books are validated after every event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from asyncrl_node.core import scheduling as shipped
+from asyncrl_node.core.instructions import (
+    Finish,
+    Record,
+    ReleaseSlot,
+    ReserveSlot,
+    ToLauncher,
+    ToLearner,
+    ToSampler,
+    WriteRow,
+)
+from asyncrl_node.core.pacing import GroupState, PacingRule
+from asyncrl_node.errors import InvalidTransition, RunFault
+from asyncrl_node.messages import (
+    Admit,
+    Batch,
+    Cancel,
+    Drain,
+    EndOfData,
+    Evaluate,
+    EvaluationCompleted,
+    EvaluationDone,
+    GroupCompleted,
+    GroupFailed,
+    GroupKey,
+    GroupStarted,
+    Heartbeat,
+    LauncherHello,
+    LearnerFinished,
+    LearnerHello,
+    Published,
+    RequestEvaluation,
+    RestartSampler,
+    RunEnded,
+    SamplerExited,
+    SamplerFault,
+    SamplerHello,
+    StepFinished,
+    Stop,
+    Take,
+    Trained,
+    Warned,
+)
+
+
+@pytest.fixture
+def core() -> ModuleType:
+    return shipped
+
+
+class World:
+    """Everything around the core. `latency(problem, attempt)` is in seconds; None: never ends.
+
+    `max_rollouts` is of every sampler, or one for each.
+    """
+
+    def __init__(
+        self,
+        core,
+        rule,
+        num_problems=None,
+        *,
+        num_samplers=1,
+        max_rollouts=1000,
+        take=None,
+        latency=lambda problem, attempt: 1.0,
+        outcome=lambda problem: "good",
+        train_s=1.0,
+        **settings,
+    ) -> None:
+        problems = count() if num_problems is None else range(num_problems)
+        self.settings = core.SchedulerSettings(rule=rule, group_size=1, **settings)
+        self.core = core.SchedulerCore(self.settings, ((0, p) for p in problems))
+        self.rule = rule
+        self.latency, self.outcome, self.train_s = latency, outcome, train_s
+        self.num_groups = take or rule.groups_per_batch
+        self.max_rollouts = max_rollouts
+        self.now_s = 0.0
+        self.incarnation = dict.fromkeys(range(num_samplers), 0)
+        self.slots: set[GroupKey] = set()
+        self.orders: list[tuple[int, Any]] = []
+        """(sampler, order), as sent."""
+        self.running: dict[GroupKey, tuple[int, int]] = {}
+        """(sampler, incarnation) of each attempt that is being sampled."""
+        self.data: dict[GroupKey, int] = {}
+        """The oldest version in the data of each whole attempt."""
+        self.batches: list[Batch] = []
+        self.reports: list[Any] = []
+        self.rows: list[dict] = []
+        self.ledger: list[Record] = []
+        self.trained: list[tuple[int, int, int]] = []
+        """(step, problem, staleness), from the data."""
+        self.to_learner: list[Any] = []
+        self.version = self.settings.start_version
+        self.num_orders = 0
+        self.open_batch: list[Any] = []
+        self.training = False
+        self.interrupted = False
+        self.finished = False
+        self._queue: list[tuple[float, int, Any]] = []
+        self._numbers = count()
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def later(self, delay_s, action) -> None:
+        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._numbers), action))
+
+    def run(self, until_s=None, limit=20_000) -> World:
+        """Let things happen, until nothing is left or until a moment."""
+        for _ in range(limit):
+            if not self._queue or (until_s is not None and self._queue[0][0] > until_s):
+                break
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()
+        else:
+            raise AssertionError("the run does not end")
+        if until_s is not None:
+            self.now_s = max(self.now_s, until_s)
+        return self
+
+    def begin(self) -> World:
+        """Samplers say hello; the learner publishes the first weights and wants a batch."""
+        for sampler in self.incarnation:
+            self.hello(sampler)
+        self.handle(LearnerHello(1, self.version))
+        self.handle(Published(self.version))
+        self.want()
+        return self
+
+    def handle(self, event) -> list[Any]:
+        out = self.core.handle(event, self.now_s)
+        for instruction in out:
+            self.obey(instruction)
+        self.core.validate()
+        return out
+
+    def tick(self, at_s) -> list[str]:
+        """Let the clock run to a moment; return the warnings that this brings."""
+        self.run(at_s)
+        before = len(self.reports)
+        self.handle(shipped.Tick())
+        return [r.text for r in self.reports[before:] if isinstance(r, Warned)]
+
+    # -- the shell -------------------------------------------------------------------------------
+
+    def obey(self, instruction) -> None:
+        match instruction:
+            case ReserveSlot(key):
+                assert key not in self.slots, "one file, two attempts"
+                self.slots.add(key)
+                assert len(self.slots) <= self.rule.num_slots, "more memory than there are slots"
+            case ReleaseSlot(key):
+                self.slots.remove(key)
+            case Record():
+                self.ledger.append(instruction)
+            case WriteRow(row):
+                self.rows.append(row)
+            case ToLauncher(report):
+                self.reports.append(report)
+            case ToSampler(sampler, order):
+                self.orders.append((sampler, order))
+                self.sample(sampler, order)
+            case ToLearner(order):
+                self.to_learner.append(order)
+                self.learn(order)
+            case Finish():
+                self.finished = True
+            case _:
+                raise AssertionError(instruction)
+
+    # -- samplers --------------------------------------------------------------------------------
+
+    def hello(self, sampler) -> None:
+        most = self.max_rollouts
+        rollouts = most[sampler] if isinstance(most, tuple) else most
+        self.handle(SamplerHello(sampler, self.incarnation[sampler], 1, rollouts))
+
+    def die(self, sampler, told=True) -> int:
+        """The process is gone; its messages under way may still come. Return its incarnation."""
+        gone = self.incarnation[sampler]
+        self.incarnation[sampler] += 1
+        if told:
+            self.handle(SamplerExited(sampler, gone))
+        return gone
+
+    def sample(self, sampler, order) -> None:
+        if isinstance(order, Admit):
+            assert order.key in self.slots, "no slot was reserved"
+            self.running[order.key] = (sampler, self.incarnation[sampler])
+            version = max(order.min_version, self.version)
+            seconds = self.latency(order.problem, order.key.attempt)
+            self.later(0.0, lambda: self.tell(order, started(order.key, version)))
+            if seconds is not None:
+                self.later(seconds, lambda: self.finish(order, version))
+        elif isinstance(order, Cancel):
+            assert self.running.pop(order.key)[0] == sampler, "another sampler has it"
+
+    def tell(self, order, message) -> None:
+        """Send a message of an attempt, unless its process is dead."""
+        holder = self.running.get(order.key)
+        if holder is not None and holder[1] == self.incarnation[holder[0]]:
+            self.handle(message)
+
+    def finish(self, order, version) -> None:
+        outcome = self.outcome(order.problem)
+        if outcome == "fails":
+            self.tell(order, GroupFailed(order.key, "environment", "always raises"))
+            return
+        self.data[order.key] = version
+        spread = 0.0 if outcome == "constant" else 1.0
+        self.tell(order, completed(order.key, version, spread=spread))
+
+    # -- the learner -----------------------------------------------------------------------------
+
+    def want(self) -> None:
+        """Ask for the next groups, if there is a step to train."""
+        if self.rule.last_version == self.version:
+            self.handle(LearnerFinished())
+            return
+        self.num_orders += 1
+        self.handle(Take(self.num_orders, self.version, self.num_groups))
+
+    def learn(self, order) -> None:
+        if isinstance(order, Batch):
+            assert (order.order, order.step) == (self.num_orders, self.version)
+            self.batches.append(order)
+            for group in order.groups:
+                assert group.key in self.slots, "taken without its slot"
+                staleness = self.version - self.data[group.key]
+                self.trained.append((order.step, group.problem, staleness))
+                self.open_batch.append(group.key)
+            self.training = order.closes
+            self.later(self.train_s if order.closes else 0.0, self.go_on)
+        elif isinstance(order, EndOfData):
+            self.interrupted = True
+            if not self.training:
+                if order.reason == "interrupted" and self.open_batch:  # handed back
+                    self.trained = self.trained[: -len(self.open_batch)]
+                self.later(0.0, lambda: self.handle(LearnerFinished()))
+
+    def go_on(self) -> None:
+        """A piece is trained; at the end of the batch: publish."""
+        if not self.training:
+            self.want()
+            return
+        self.training = False
+        self.open_batch.clear()
+        self.handle(Trained(self.version))
+        self.version += 1
+        self.handle(Published(self.version))
+        self.handle(StepFinished(self.version - 1, {"loss": 0.0}))
+        if self.interrupted:
+            self.handle(LearnerFinished())
+        else:
+            self.want()
+
+    # -- what came of it -------------------------------------------------------------------------
+
+    def ended(self) -> RunEnded:
+        """Insist that the run is over and nothing is left behind."""
+        assert self.finished
+        assert self.core.ended
+        assert not self.slots, "slots are left behind"
+        stopped = {s for s, order in self.orders if isinstance(order, Stop)}
+        assert stopped == set(self.incarnation)
+        (ended,) = [r for r in self.reports if isinstance(r, RunEnded)]
+        counts = Counter(record.event for record in self.ledger)
+        assert ended.admitted == counts["admitted"]
+        assert ended.trained == counts["trained"] == len(self.trained)
+        assert ended.filtered == counts["filtered"]
+        assert ended.failed == counts["failed"]
+        assert ended.leftover == counts["leftover"]
+        gone = ended.trained + ended.filtered + ended.failed + ended.leftover
+        assert ended.admitted == gone
+        return ended
+
+    def events(self, event) -> list[Record]:
+        return [record for record in self.ledger if record.event == event]
+
+    def admissions(self) -> list[Admit]:
+        return [order for _, order in self.orders if isinstance(order, Admit)]
+
+    def evaluations(self) -> list[tuple[int, Evaluate]]:
+        return [(s, order) for s, order in self.orders if isinstance(order, Evaluate)]
+
+
+def started(key, version) -> GroupStarted:
+    return GroupStarted(key, version)
+
+
+def completed(key, version, *, spread=1.0, version_max=None, num_tokens=10) -> GroupCompleted:
+    newest = version if version_max is None else version_max
+    rewards = (spread / 2, 0.0, spread)
+    return GroupCompleted(key, 64, 7, version, newest, 1, num_tokens, *rewards, 0, 0, 1.0)
+
+
+def by_hand(core, rule, num_problems=None, **settings) -> World:
+    """A world in which rollouts end only when the test says so."""
+    return World(core, rule, num_problems, latency=lambda problem, attempt: None, **settings)
+
+
+def complete(world, *group_ids) -> None:
+    """Let the present attempts of these groups end now."""
+    for group_id in group_ids:
+        order = [o for o in world.admissions() if o.key.group_id == group_id][-1]
+        world.finish(order, max(order.min_version, world.core.pacing.group(group_id).source))
+
+
+# -- exactly once ---------------------------------------------------------------------------------
+
+
+def test_every_problem_is_trained_exactly_once(core):
+    for seed in range(4):
+        chance = random.Random(seed)
+        seconds = [chance.choice([0.5, 1.0, 9.0]) for _ in range(30)]
+        world = World(
+            core,
+            PacingRule(4, 2, 3),
+            30,
+            num_samplers=3,
+            max_rollouts=3,
+            take=chance.choice([1, 2, 4]),
+            latency=lambda problem, attempt, seconds=seconds: seconds[problem],
+        )
+        world.begin().run()
+        assert world.ended().trained == 30
+        assert sorted(problem for _, problem, _ in world.trained) == list(range(30))
+        assert all(0 <= staleness <= 3 for *_, staleness in world.trained)
+        assert len(world.batches[-1].groups) <= 2
+        assert [r.version for r in world.events("published")] == list(range(world.version + 1))
+
+
+def test_crashes_lose_nothing_and_train_nothing_twice(core):
+    for seed in range(6):
+        chance = random.Random(seed)
+        world = World(
+            core,
+            PacingRule(3, 1, 2),
+            24,
+            num_samplers=2,
+            latency=lambda problem, attempt, chance=chance: chance.choice([0.5, 2.0, 5.0]),
+        )
+        world.begin()
+        for moment in range(1, 12):
+            world.run(float(moment))
+            if not world.finished:
+                victim = chance.randrange(2)
+                world.die(victim, told=chance.random() < 0.5)
+                world.later(0.5, lambda world=world, victim=victim: world.hello(victim))
+        world.run()
+        assert world.ended().trained == 24
+        assert sorted(problem for _, problem, _ in world.trained) == list(range(24))
+        assert all(0 <= staleness <= 2 for *_, staleness in world.trained)
+        assert world.core.totals.restarted > 0
+
+
+def test_a_step_limit_ends_with_nothing_begun_in_vain(core):
+    world = World(core, PacingRule(2, 2, 4, last_version=3))
+    world.begin().run()
+    ended = world.ended()
+    assert (ended.reason, ended.admitted, ended.trained, ended.leftover) == ("done", 6, 6, 0)
+
+
+def test_case_6_the_data_ends_with_a_straggler_and_a_short_batch(core):
+    world = World(
+        core,
+        PacingRule(4, 1, 4),
+        6,
+        latency=lambda problem, attempt: 50.0 if problem == 0 else 1.0,
+    )
+    world.begin().run()
+    assert world.ended().trained == 6
+    assert [len(batch.groups) for batch in world.batches] == [4, 2]
+    assert world.to_learner[-1] == EndOfData("done")
+
+
+def test_what_is_told_of_a_group(core):
+    world = by_hand(core, PacingRule(1, 0, 0, last_version=1), seed=5)
+    world.begin().run()
+    complete(world, 0)
+    world.run()
+    world.ended()
+    life = [record for record in world.ledger if record.key == GroupKey(0, 0)]
+    assert [(r.event, r.step, r.version, r.sampler) for r in life] == [
+        ("admitted", -1, 0, 0),
+        ("started", -1, 0, 0),
+        ("completed", -1, 0, 0),
+        ("taken", 0, -1, -1),
+        ("trained", 0, -1, -1),
+    ]
+    (order,) = world.admissions()
+    assert (order.problem, order.epoch, order.min_version) == (0, 0, 0)
+    (batch,) = world.batches
+    assert batch.closes
+    assert batch.groups[0].checksum == 7
+
+
+# -- samplers -------------------------------------------------------------------------------------
+
+
+def test_the_least_loaded_sampler_gets_the_next_group(core):
+    world = by_hand(core, PacingRule(4, 1, 1), num_samplers=3, max_rollouts=(2, 2, 4))
+    world.begin()
+    assert [sampler for sampler, _ in world.orders] == [0, 0, 1, 1, 2, 2, 2, 2]
+    for group_id in (2, 4, 6, 7, 3):
+        world.handle(GroupFailed(GroupKey(group_id, 0), "engine", "x"))
+    # Sampler 1 held one, then 2 held three, two, one (a tie with 1); then 1 held none.
+    assert [sampler for sampler, _ in world.orders[8:]] == [1, 2, 2, 2, 1]
+
+
+def test_a_sampler_of_fewer_rollouts_than_a_group_takes_one(core):
+    world = by_hand(core, PacingRule(2, 1, 1), max_rollouts=1)
+    world.begin()
+    assert len(world.admissions()) == 1
+
+
+def test_without_a_sampler_nothing_is_admitted(core):
+    world = by_hand(core, PacingRule(2, 1, 1), num_samplers=0)
+    world.begin()
+    assert world.ledger == [r for r in world.ledger if r.event == "published"]
+    assert world.core.status().learner == "waiting for a sampler to be ready"
+
+
+def test_messages_of_an_attempt_before_the_restart_are_late(core):
+    world = by_hand(core, PacingRule(2, 0, 0), num_samplers=2, max_rollouts=(1, 9))
+    world.begin().run()
+    assert world.core.pacing.num_in_flight == 2
+    old = {key.group_id: key for key in world.running}
+    world.die(0)
+    (again,) = world.events("restarted")
+    assert again.key == GroupKey(0, 1)
+    new = world.admissions()[-1]
+    assert new.key == GroupKey(0, 1)
+    assert new.seed != world.admissions()[0].seed
+    assert world.orders[-1][0] == 1, "the other sampler has it now"
+    assert world.slots == {old[1], new.key}, "each attempt has its own file"
+    before = len(world.ledger)
+    world.handle(started(old[0], 0))
+    world.handle(completed(old[0], 0))
+    world.handle(GroupFailed(old[0], "engine", "gone"))
+    assert world.core.totals.late_messages == 3
+    assert len(world.ledger) == before
+    complete(world, 0, 1)
+    world.handle(completed(new.key, 0))
+    assert world.core.totals.late_messages == 4, "whole already"
+    assert [group.key for group in world.batches[0].groups] == [new.key, old[1]]
+
+
+def test_messages_of_a_group_that_waits_for_a_sampler_are_late(core):
+    world = by_hand(core, PacingRule(1, 0, 0))
+    world.begin().run()
+    world.die(0)
+    assert world.core.pacing.num_in_flight == 1
+    world.handle(started(GroupKey(0, 0), 0))
+    world.handle(completed(GroupKey(0, 1), 0))
+    world.handle(completed(GroupKey(9, 0), 0))
+    assert world.core.totals.late_messages == 3
+    world.hello(0)
+    assert world.admissions()[-1].key == GroupKey(0, 1)
+    complete(world, 0)
+    assert len(world.batches) == 1
+
+
+def test_a_restarted_group_is_sampled_by_the_present_weights(core):
+    world = by_hand(core, PacingRule(1, 1, 1))
+    world.begin().run()
+    complete(world, 1)
+    world.run()
+    assert world.version == 1
+    world.die(0)
+    world.hello(0)
+    again = [order for order in world.admissions() if order.key.attempt == 1]
+    assert [order.min_version for order in again] == [1, 1]
+    with pytest.raises(InvalidTransition, match="older than min_version"):
+        world.core.handle(started(again[0].key, 0), world.now_s)
+
+
+def test_a_lost_group_is_placed_before_anything_new_is_admitted(core):
+    world = by_hand(core, PacingRule(2, 1, 1), num_samplers=2, max_rollouts=(1, 2))
+    world.begin().run()
+    assert len(world.running) == 3, "one slot is free, and no sampler has room"
+    world.die(0)
+    complete(world, 1)
+    assert world.admissions()[-1].key == GroupKey(0, 1)
+
+
+def test_a_second_hello_changes_nothing(core):
+    world = by_hand(core, PacingRule(2, 0, 0))
+    world.begin().run()
+    before = len(world.orders)
+    world.hello(0)
+    world.handle(SamplerHello(0, -1, 1, 1000))
+    assert len(world.orders) == before
+    assert world.core.totals.restarted == 0
+
+
+def test_a_new_incarnation_replaces_the_old_one_whoever_tells_first(core):
+    world = by_hand(core, PacingRule(2, 0, 0))
+    world.begin().run()
+    gone = world.die(0, told=False)
+    world.hello(0)
+    assert world.core.totals.restarted == 2
+    world.handle(SamplerExited(0, gone))
+    world.handle(SamplerExited(7, 0))
+    assert world.core.totals.restarted == 2, "the new one was not the one that exited"
+    complete(world, 0, 1)
+    assert len(world.batches) == 1
+
+
+def test_a_sampler_at_fault_is_restarted(core):
+    world = by_hand(core, PacingRule(1, 0, 0))
+    world.begin().run()
+    world.handle(SamplerFault(0, 5, "wrong_hash", "of another incarnation"))
+    assert world.reports == []
+    world.handle(SamplerFault(0, 0, "wrong_hash", "the copy differs"))
+    assert world.reports == [RestartSampler(0, 0, "wrong_hash", "the copy differs")]
+    assert [r.event for r in world.ledger][-1] == "restarted"
+    world.incarnation[0] = 1
+    world.hello(0)
+    complete(world, 0)
+    assert len(world.batches) == 1
+
+
+def test_tokens_older_than_the_order_allows_stop_the_run(core):
+    world = by_hand(core, PacingRule(1, 1, 1))
+    world.begin().run()
+    complete(world, 0)
+    world.run()
+    key = world.admissions()[-1].key
+    assert world.core.pacing.group(key.group_id).source == 1
+    for oldest, newest in ((0, 1), (2, 1)):
+        with pytest.raises(RunFault, match="version_breach"):
+            world.core.handle(completed(key, oldest, version_max=newest), world.now_s)
+
+
+def test_heartbeats_are_shown(core):
+    world = by_hand(core, PacingRule(1, 0, 0))
+    world.begin().run()
+    (line,) = world.core.status().samplers
+    assert (line.ready, line.policy_version, line.num_groups) == (False, -1, 1)
+    world.handle(Heartbeat(0, 0, 3, 2, 1, True, 99))
+    world.handle(Heartbeat(0, 4, 9, 9, 9, False, 99))
+    world.handle(Heartbeat(5, 0, 9, 9, 9, False, 99))
+    (line,) = world.core.status().samplers
+    assert (line.ready, line.policy_version, line.num_rollouts, line.loading) == (True, 3, 2, True)
+
+
+def test_the_heap_of_idle_samplers_stays_small(core):
+    world = World(core, PacingRule(2, 3, 3, last_version=300), num_samplers=2, max_rollouts=4)
+    world.begin().run()
+    assert world.ended().trained == 600
+    assert len(world.core._idle) < 100, "one entry more for every group there ever was"
+
+
+# -- filtered and failed --------------------------------------------------------------------------
+
+
+def test_case_5_a_stretch_without_signal_goes_on_and_says_so(core):
+    world = World(
+        core,
+        PacingRule(2, 1, 1, last_version=2),
+        outcome=lambda problem: "constant" if problem < 45 else "good",
+        filter_constant_rewards=True,
+    )
+    world.begin().run()
+    ended = world.ended()
+    assert (ended.filtered, ended.trained) == (45, 4)
+    warnings = [r.text for r in world.reports if isinstance(r, Warned)]
+    assert len(warnings) == 2, "every 20 in a row"
+    assert "the last 20 groups all had constant rewards (now 0)" in warnings[0]
+    assert {r.reason for r in world.events("filtered")} == {"constant reward"}
+    (first, _) = world.rows
+    assert first["async/filtered_groups"] == 45
+    assert first["tokens/discarded"] == 450
+    assert first["tokens/sampled"] == 470
+    assert first["reward/mean"] == pytest.approx(2 * 0.5 / 47), "before the filter"
+
+
+def test_constant_rewards_are_trained_unless_they_are_filtered(core):
+    world = World(core, PacingRule(1, 0, 0, last_version=2), outcome=lambda problem: "constant")
+    world.begin().run()
+    assert world.ended().trained == 2
+
+
+def test_case_7_a_failed_group_is_recorded_and_its_slot_filled_again(core):
+    world = World(
+        core,
+        PacingRule(2, 0, 0),
+        5,
+        outcome=lambda problem: "fails" if problem in (0, 4) else "good",
+    )
+    world.begin().run()
+    ended = world.ended()
+    assert (ended.failed, ended.trained) == (2, 3)
+    assert {r.reason for r in world.events("failed")} == {"environment: always raises"}
+    assert sorted(problem for _, problem, _ in world.trained) == [1, 2, 3]
+
+
+def test_a_filtered_group_frees_slot_and_place_at_once(core):
+    world = by_hand(
+        core, PacingRule(1, 0, 0), outcome=lambda p: "constant", filter_constant_rewards=True
+    )
+    world.begin().run()
+    complete(world, 0)
+    assert world.slots == {GroupKey(1, 0)}
+    assert world.core.pacing.gauges() == (1, 0, 0)
+
+
+# -- take and wait --------------------------------------------------------------------------------
+
+
+def test_waiting_for_stragglers_is_only_what_the_rule_alone_holds_back(core):
+    world = by_hand(core, PacingRule(2, 1, 1), 6)
+    world.begin().run()
+    world.run(10.0)
+    complete(world, 0)
+    world.run(30.0)
+    complete(world, 1)
+    assert world.batches[-1].waited_for_stragglers_s == 0.0, "30 s, all of it for fill"
+    world.run(100.0)  # step 1, since 31 s: groups 2 and 3 are due in it
+    complete(world, 4)
+    assert world.core.status().learner == "waiting for fill: 1 of 2 groups"
+    world.run(110.0)
+    complete(world, 5)
+    assert world.core.status().learner.startswith("waiting for stragglers: group 2 (problem 2)")
+    world.run(117.0)
+    complete(world, 2)
+    world.handle(shipped.Tick())
+    world.run(120.0)
+    complete(world, 3)
+    (_, second) = world.batches
+    assert [group.problem for group in second.groups] == [2, 3]
+    assert second.waited_for_stragglers_s == pytest.approx(10.0), "from 110 s to 120 s"
+
+
+def test_case_25_with_bound_0_nothing_waits_for_stragglers(core):
+    for take in (1, 2, 4):
+        world = World(
+            core,
+            PacingRule(4, 0, 0),
+            16,
+            take=take,
+            latency=lambda problem, attempt: 100.0 if problem % 4 == 3 else 1.0,
+        )
+        world.begin().run()
+        assert world.ended().trained == 16
+        assert [batch.waited_for_stragglers_s for batch in world.batches] == [0.0] * (16 // take)
+        assert all(staleness == 0 for *_, staleness in world.trained)
+
+
+def test_gauges_are_read_right_after_publication(core):
+    world = by_hand(core, PacingRule(2, 1, 1), take=1)
+    world.begin().run()
+    complete(world, 0, 1, 2)
+    world.run(0.5)
+    assert len(world.batches) == 2
+    world.run()
+    (row,) = world.rows
+    figures = {key.removeprefix("async/"): row[key] for key in row if key.startswith("async/")}
+    assert figures["in_flight_groups"] == 1, "before anything new is admitted"
+    assert figures["completed_buffer_size"] == 1
+    assert figures["taken_groups"] == 0
+    assert figures["outstanding_groups"] == 2
+    assert (row["kind"], row["step"], row["loss"]) == ("train", 0, 0.0)
+    assert (row["tokens/sampled"], row["tokens/discarded"]) == (20, 0)
+    assert row["reward/mean"] == 0.5
+    assert world.core.pacing.num_outstanding == 4
+
+
+def test_every_row_adds_up(core):
+    world = World(
+        core,
+        PacingRule(3, 2, 3, last_version=12),
+        take=1,
+        latency=lambda problem, attempt: 7.0 if problem % 5 == 0 else 0.7,
+    )
+    world.begin().run()
+    world.ended()
+    assert len(world.rows) == 12
+    for row in world.rows:
+        parts = ("in_flight_groups", "completed_buffer_size", "taken_groups")
+        assert row["async/outstanding_groups"] == sum(row["async/" + part] for part in parts)
+        assert row["async/taken_groups"] == 0
+
+
+def test_timeouts_and_dropped_samples_are_counted_in_their_step(core):
+    world = by_hand(core, PacingRule(1, 0, 0, last_version=2))
+    world.begin().run()
+    key = world.admissions()[0].key
+    world.data[key] = 0
+    world.handle(GroupCompleted(key, 1, 1, 0, 0, 8, 10, 4.0, 0.0, 1.0, 3, 2, 1.0))
+    world.run()
+    complete(world, 1)
+    world.run()
+    assert [row["async/timed_out_rollouts"] for row in world.rows] == [3, 0]
+    assert [row["async/dropped_samples"] for row in world.rows] == [2, 0]
+
+
+# -- warnings -------------------------------------------------------------------------------------
+
+
+def test_case_9_a_rollout_that_never_returns_is_named_with_the_way_out(core):
+    world = World(
+        core,
+        PacingRule(4, 1, 2),
+        48,
+        num_samplers=2,
+        latency=lambda problem, attempt: None if problem == 0 else 1.0,
+        warn_every_s=120.0,
+        rollout_timeout_s=900.0,
+    )
+    world.begin()
+    assert world.tick(100.0) == []
+    (text,) = world.tick(140.0)
+    assert "for stragglers" in text
+    assert "group 0 (problem 0) on sampler 0, due in step 2" in text
+    assert "set rollout_timeout_s (now 900 s)" in text
+    assert "group 1" not in text.replace("group 1 ", "")
+    assert world.tick(200.0) == []
+    assert len(world.tick(260.0)) == 1
+    assert world.tick(379.0) == []
+    assert len(world.tick(380.0)) == 1, "again every warn_every_s"
+    complete(world, 0)
+    world.run()
+    assert world.ended().trained == 48
+
+
+def test_a_wait_for_fill_names_who_holds_the_groups(core):
+    world = by_hand(core, PacingRule(8, 0, 3), num_samplers=2, warn_every_s=10.0)
+    world.begin().run()
+    (text,) = world.tick(10.0)
+    assert "waited 10 s in step 0 for fill" in text
+    assert "group 4 (problem 4) on sampler 0, due in step 3 and 3 more" in text
+    world = by_hand(core, PacingRule(1, 0, None), warn_every_s=10.0)
+    world.begin().run()
+    (text,) = world.tick(12.0)
+    assert "group 0 (problem 0) on sampler 0; if" in text, "no bound, no due step"
+
+
+def test_case_10_samplers_that_are_gone_are_named(core):
+    world = by_hand(core, PacingRule(1, 0, 0), warn_every_s=10.0)
+    world.begin().run()
+    world.die(0)
+    (text,) = world.tick(10.0)
+    assert "no sampler is ready; see logs/sampler-*.log" in text
+    assert world.core._stragglers(1) == "group 0 (problem 0) on no sampler, due in step 0"
+
+
+def test_nobody_is_warned_while_the_learner_trains(core):
+    world = World(core, PacingRule(1, 0, 0, last_version=1), train_s=1000.0, warn_every_s=10.0)
+    world.begin()
+    assert world.tick(500.0) == []
+    assert world.core.status().learner == "training"
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_drain_while_a_batch_is_empty_ends_at_once(core):
+    world = by_hand(core, PacingRule(2, 1, 1))
+    world.begin().run()
+    complete(world, 0)
+    world.handle(Drain())
+    assert world.to_learner == [EndOfData("interrupted")]
+    world.run()
+    ended = world.ended()
+    assert (ended.reason, ended.trained, ended.leftover) == ("interrupted", 0, 4)
+    cancelled = {order.key.group_id for _, order in world.orders if isinstance(order, Cancel)}
+    assert cancelled == {1, 2, 3}, "what is whole needs no cancelling"
+    assert {r.reason for r in world.events("leftover")} == {"interrupted"}
+
+
+def test_drain_admits_nothing_more(core):
+    world = by_hand(core, PacingRule(2, 1, 1))
+    world.begin().run()
+    before = len(world.admissions())
+    world.core.handle(Drain(), 1.0)
+    key = world.admissions()[0].key
+    world.core.handle(GroupFailed(key, "engine", "x"), 1.0)
+    assert world.core.pacing.can_admit()
+    assert len(world.admissions()) == before
+
+
+def test_drain_while_a_step_is_training_finishes_it(core):
+    world = World(core, PacingRule(2, 1, 1), train_s=5.0)
+    world.begin().run(3.0)
+    assert world.training
+    world.handle(Drain())
+    assert world.to_learner[-1] == EndOfData("interrupted")
+    world.run()
+    ended = world.ended()
+    assert (ended.reason, ended.trained, ended.leftover) == ("interrupted", 2, 2)
+    assert world.version == 1
+    assert world.events("handed_back") == []
+
+
+def test_drain_before_the_first_update_hands_the_open_batch_back(core):
+    world = by_hand(core, PacingRule(4, 1, 1), take=1, num_substeps=1)
+    world.begin().run()
+    complete(world, 0, 1)
+    world.run()
+    assert len(world.batches) == 2
+    assert world.core.pacing.left == 2
+    world.handle(Drain())
+    assert [r.key.group_id for r in world.events("handed_back")] == [0, 1]
+    assert world.core.pacing.gauges() == (6, 2, 0)
+    assert world.to_learner[-1] == EndOfData("interrupted")
+    world.run()
+    ended = world.ended()
+    assert (ended.trained, ended.leftover) == (0, 8)
+    assert world.version == 0
+
+
+def test_drain_after_the_first_update_trains_what_was_taken(core):
+    world = by_hand(core, PacingRule(4, 1, 3), take=1, num_substeps=2)
+    world.begin().run()
+    complete(world, 0, 1)
+    world.run()
+    assert world.core.pacing.left == 2, "two of four: the first update is done"
+    world.handle(Drain())
+    assert world.to_learner[-2].groups == ()
+    assert world.to_learner[-2].closes
+    assert world.to_learner[-1] == EndOfData("interrupted")
+    assert world.events("handed_back") == []
+    world.run()
+    ended = world.ended()
+    assert (ended.trained, ended.leftover) == (2, 6)
+    assert world.version == 1
+
+
+def test_drain_between_takes_is_answered_at_the_next(core):
+    world = by_hand(core, PacingRule(2, 1, 3), take=1, num_substeps=2)
+    world.begin().run()
+    complete(world, 0)
+    assert len(world.batches) == 1
+    assert world.core._pending is None
+    world.handle(Drain())
+    assert not any(isinstance(order, EndOfData) for order in world.to_learner)
+    world.run()
+    assert [(len(batch.groups), batch.closes) for batch in world.batches] == [(1, False), (0, True)]
+    assert world.ended().trained == 1
+
+
+def test_leftovers_of_a_learner_that_ends_first_are_named(core):
+    world = by_hand(core, PacingRule(1, 2, 2))
+    world.begin().run()
+    world.die(0)
+    world.handle(LearnerFinished())
+    (ended,) = [r for r in world.reports if isinstance(r, RunEnded)]
+    assert (ended.reason, ended.leftover) == ("done", 3)
+    assert {r.reason for r in world.events("leftover")} == {"the run ended"}
+    assert not world.slots
+    assert world.handle(shipped.Tick()) == []
+
+
+def test_a_run_can_start_at_any_version(core):
+    world = World(core, PacingRule(2, 1, 1, last_version=9), start_version=7)
+    world.begin().run()
+    assert world.ended().trained == 4
+    assert [step for step, *_ in world.trained] == [7, 7, 8, 8]
+
+
+def test_hellos_are_only_hellos(core):
+    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=0)
+    assert world.handle(LauncherHello()) == []
+    assert world.handle(LearnerHello(1, 0)) == []
+    assert world.core.status().learner == "starting"
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+def evaluated(order, reward=1.0, version=0, failed=False) -> EvaluationCompleted:
+    return EvaluationCompleted(
+        order.evaluation, order.problem, order.attempt, reward, version, version + 1, failed
+    )
+
+
+def test_evaluation_takes_no_slot_and_names_its_versions(core):
+    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=2, eval_problems=3)
+    for sampler in (0, 1):
+        world.hello(sampler)
+    world.handle(RequestEvaluation(1, 0, 0))
+    assert world.core.status().learner == "evaluating"
+    assert world.core.status().evaluating == 3
+    orders = world.evaluations()
+    assert sorted(order.problem for _, order in orders) == [0, 1, 2]
+    assert {sampler for sampler, _ in orders} == {0, 1}
+    assert world.core.pacing.num_outstanding == 1, "training goes on beside it"
+    world.handle(evaluated(orders[0][1], reward=1.0, version=2))
+    world.handle(evaluated(orders[0][1], reward=1.0, version=2))  # twice counts once
+    world.handle(evaluated(orders[1][1], failed=True, version=9))
+    assert world.rows == []
+    world.handle(evaluated(orders[2][1], reward=0.0, version=1))
+    (row,) = world.rows
+    assert (row["kind"], row["step"], row["eval/reward_mean"]) == ("eval", 0, 0.5)
+    assert (row["eval/num_problems"], row["eval/num_failed"]) == (2, 1)
+    assert (row["eval/version_min"], row["eval/version_max"]) == (1, 3)
+    assert world.to_learner[-1] == EvaluationDone(1, 0.5)
+    assert world.core.status().evaluating == 0
+
+
+def test_evaluation_of_a_lost_sampler_is_queued_again(core):
+    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=2, eval_problems=2)
+    for sampler in (0, 1):
+        world.hello(sampler)
+    world.handle(RequestEvaluation(1, 0, 0))
+    ((first, lost), (_, kept)) = world.evaluations()
+    world.die(first)
+    (again,) = world.evaluations()[2:]
+    assert again[0] != first
+    assert (again[1].problem, again[1].attempt) == (lost.problem, 1)
+    assert again[1].seed != lost.seed
+    world.handle(evaluated(lost))  # late
+    assert world.core.status().evaluating == 2
+    world.handle(evaluated(again[1]))
+    world.handle(evaluated(kept))
+    assert world.to_learner == [EvaluationDone(1, 1.0)]
+    world.handle(evaluated(kept))  # after the end
+    assert len(world.rows) == 1
+
+
+def test_evaluation_waits_for_a_sampler(core):
+    world = by_hand(core, PacingRule(1, 0, 0), eval_problems=1)
+    world.handle(RequestEvaluation(1, 0, 0))
+    assert world.evaluations() == []
+    world.hello(0)
+    assert len(world.evaluations()) == 1
+
+
+def test_a_take_during_an_evaluation_is_what_the_learner_waits_for(core):
+    world = by_hand(core, PacingRule(1, 0, 0), eval_problems=1)
+    world.begin().run()
+    world.handle(RequestEvaluation(1, 0, 0))
+    assert world.core.status().learner == "waiting for fill: 0 of 1 groups"
+    assert world.core.pacing.outstanding_ids(GroupState.IN_FLIGHT) == [0]
