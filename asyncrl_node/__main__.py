@@ -39,7 +39,7 @@ def _verify(run_dir: Path) -> Verdict:
             raise ConfigError("run_dir", f"must be a run directory, with a {name}", run_dir)
     try:
         return verify(run_dir)
-    except (OSError, KeyError, ValueError, sqlite3.Error) as error:
+    except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
         rule = f"must hold readable records: {type(error).__name__}: {error}"
         raise ConfigError("run_dir", rule, run_dir) from error
 

@@ -309,9 +309,7 @@ class SchedulerCore:
         self.evaluations.lose_sampler(sampler)
 
     def _on_sampler_fault(self, fault: SamplerFault) -> None:
-        link = self._links.get(fault.sampler)
-        if link is None or link.incarnation != fault.incarnation:
-            return
+        """Have it replaced, also when it has not greeted yet: its first load may be the fault."""
         self._on_sampler_gone(fault.sampler, fault.incarnation)
         report = RestartSampler(fault.sampler, fault.incarnation, fault.name, fault.story)
         self._out.append(ToLauncher(report))

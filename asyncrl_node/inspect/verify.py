@@ -135,7 +135,7 @@ def _read_trained(path: Path, breaches: list[str]) -> list[_Trained]:
                 rows = [row for row in rows if row.step < entry["rolled_back_to"]]
             else:
                 rows.append(_Trained(*(int(entry[field]) for field in _Trained._fields)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             breaches.append(f"trained.jsonl line {number}: {type(error).__name__}: {error}")
     return rows
 
@@ -148,7 +148,9 @@ def _read_ledger(path: Path) -> tuple[dict[int, _Life], bool]:
         "SELECT event, group_id, attempt, problem, epoch, step, version, version_max, num_tokens, "
         "reason FROM events ORDER BY seq"
     )
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+    # as_uri quotes what a name may hold: "#" would cut it short, and the read-only mode with it.
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as database:
         for values in database.execute(query):
             event = _Event(*values)
             if event.event == "ended":

@@ -60,7 +60,7 @@ def make_model(config, seed: int) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
     return model
 
 
