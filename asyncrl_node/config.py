@@ -134,6 +134,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     """A folder in Hugging Face form. Empty: the small model that ships with the demo task."""
     engine: Literal["auto", "torch", "vllm", "fake"] = "auto"
+    """auto: vllm where GPUs are asked for, else the embedded torch engine; fake: scripted."""
     gpus: str = ""
     """How many GPUs of this box; empty: run on the CPU."""
     samplers: int | None = None

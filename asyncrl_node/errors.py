@@ -13,10 +13,11 @@ EXIT_INTERRUPTED = 130
 
 
 class ConfigError(Exception):
-    """A setting that breaks a rule: prints as `error: KEY: rule (got VALUE)`."""
+    """A setting that breaks a rule: prints as `error: KEY: rule (got VALUE)`, on one line."""
 
     def __init__(self, key: str, rule: str, value: object) -> None:
-        super().__init__(f"{key}: {rule} (got {value})")
+        line = f"{key}: {rule} (got {value})"
+        super().__init__(r"\n".join(line.splitlines()))
         self.key = key
         self.rule = rule
         self.value = value

@@ -45,9 +45,10 @@ def print_summary(
     console.print()
     console.print(table)
     # Outside the table, unwrapped and uncut: these two are there to be copied.
-    console.print(f"[bold]run directory[/bold]    {directory.path}", soft_wrap=True)
+    # Text, not markup: a path may hold brackets.
     command = f"python -m asyncrl_node verify {directory.path}"
-    console.print(f"[bold]verify it[/bold]        {command}", soft_wrap=True)
+    for name, words in (("run directory", str(directory.path)), ("verify it", command)):
+        console.print(Text.assemble((name.ljust(17), "bold"), words), soft_wrap=True)
 
 
 def _outcome(ended: RunEnded | None, fault: RunFault | None, num_steps: int) -> Text:

@@ -205,10 +205,10 @@ class LiveView:
         lines = chart(rewards, width, self._config.steps)
         labels = ["1.0", *[""] * (_CHART_ROWS - 2), "0.0"] if lines else []
         grid = Table.grid(padding=(0, 1))
-        grid.add_column(justify="right", style="dim", min_width=6)
-        grid.add_column(no_wrap=True)
+        grid.add_column(justify="right", style="dim", min_width=6, no_wrap=True)
+        grid.add_column()
         for label, line in zip(labels, lines, strict=True):
-            grid.add_row(label, Text(line, style="green"))
+            grid.add_row(label, Text(line, style="green", no_wrap=True))
         grid.add_row("reward", Text(self._reward_words(), style="dim"))
         return grid
 
@@ -229,7 +229,7 @@ class LiveView:
         if status is None:
             grid.add_row("starting", "scheduler, learner and samplers are loading")
             return grid
-        grid.add_row("learner", status.learner)
+        grid.add_row("learner", Text(status.learner))
         waiting = f"{status.evaluating} held-out rollouts out" if status.evaluating else ""
         slots = (
             f"{status.in_flight} in flight · {status.completed} completed · {status.taken} taken"

@@ -203,7 +203,8 @@ class SamplerProcess:
 
     def _start(self, start: StartRollout) -> None:
         key = start.key
-        self._started_s.setdefault((key.owner, key.attempt), time.monotonic())
+        if key.split == "train":
+            self._started_s.setdefault((key.owner, key.attempt), time.monotonic())
         task = asyncio.get_running_loop().create_task(self._rollout(start))
         self._running[key] = task
         task.add_done_callback(lambda done: self._forget(key, done))
@@ -245,8 +246,9 @@ class SamplerProcess:
         for key, task in list(self._running.items()):
             if key.split == "train" and (key.owner, key.attempt) == ids:
                 task.cancel()
-        for key in [k for k in self._finished if (k.owner, k.attempt) == ids]:
-            del self._finished[key]
+        for key in list(self._finished):
+            if key.split == "train" and (key.owner, key.attempt) == ids:
+                del self._finished[key]
 
     def _write(self, write: WriteGroup) -> None:
         rollouts = [self._finished.pop(key) for key in write.rollouts]

