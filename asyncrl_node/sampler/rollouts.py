@@ -21,7 +21,6 @@ from asyncrl_node.engines.base import Completion, Engine, GenerateRequest
 from asyncrl_node.messages import GroupKey
 from asyncrl_node.tasks.base import Environment, Outcome
 
-
 _GRADE_WITHIN_S = 10.0
 
 
@@ -126,10 +125,11 @@ class RolloutRunner:
     ) -> Outcome:
         limits = self._limits
         for turn in range(limits.max_turns):
-            rollout.add_prompt(observation)
-            room = min(limits.max_new_tokens, limits.max_tokens - len(rollout.tokens))
-            if room < 1:
+            room = limits.max_tokens - len(rollout.tokens) - len(observation)
+            if room < 1:  # nothing could be sampled after it: a slot holds max_tokens, no more
                 return await environment.grade_partial([])
+            rollout.add_prompt(observation)
+            room = min(limits.max_new_tokens, room)
             completion = await self._generate(
                 rollout.tokens, room, mix(seed, turn) >> 1, on_first_token, deadline_s
             )
