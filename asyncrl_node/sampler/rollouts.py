@@ -9,8 +9,8 @@ version that the engine stamped. Observations are masked out. Nothing is re-toke
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from asyncrl_node.messages import GroupKey
 from asyncrl_node.tasks.base import Environment, Outcome
 
 _GRADE_WITHIN_S = 10.0
+
+Answer = TypeVar("Answer")
 
 
 class RolloutLimits(NamedTuple):
@@ -79,6 +81,21 @@ class EngineFailure(Exception):
     """The engine, not the environment, failed a rollout."""
 
 
+class _OutOfTime(Exception):
+    """The environment has used up the rollout's budget."""
+
+
+async def _within(deadline_s: float, call: Awaitable[Answer]) -> Answer:
+    """Wait for the environment until the deadline; its own TimeoutError is its own."""
+    try:
+        async with asyncio.timeout_at(deadline_s) as budget:
+            return await call
+    except TimeoutError:
+        if budget.expired():
+            raise _OutOfTime from None
+        raise
+
+
 class RolloutRunner:
     """Runs rollouts on one engine."""
 
@@ -99,14 +116,8 @@ class RolloutRunner:
         deadline_s = asyncio.get_running_loop().time() + self._limits.timeout_s
         rollout = Rollout()
         try:
-            async with asyncio.timeout_at(deadline_s) as budget:
-                observation = await environment.reset()
-                outcome = await self._turns(
-                    environment, rollout, observation, seed, on_first_token, deadline_s
-                )
-        except TimeoutError:
-            if not budget.expired():
-                raise
+            outcome = await self._turns(environment, rollout, seed, on_first_token, deadline_s)
+        except _OutOfTime:
             outcome = await self._grade_cut_off(environment, rollout, [])
         if rollout.timed_out:
             outcome = Outcome(min(0.0, outcome.reward))
@@ -118,12 +129,12 @@ class RolloutRunner:
         self,
         environment: Environment,
         rollout: Rollout,
-        observation: list[int],
         seed: int,
         on_first_token: Callable[[int], None],
         deadline_s: float,
     ) -> Outcome:
         limits = self._limits
+        observation = await _within(deadline_s, environment.reset())
         for turn in range(limits.max_turns):
             room = limits.max_tokens - len(rollout.tokens) - len(observation)
             if room < 1:  # nothing could be sampled after it: a slot holds max_tokens, no more
@@ -136,7 +147,7 @@ class RolloutRunner:
             rollout.add_completion(completion)
             if completion.finish_reason == "abort":
                 return await self._grade_cut_off(environment, rollout, completion.tokens)
-            answer = await environment.step(completion.tokens)
+            answer = await _within(deadline_s, environment.step(completion.tokens))
             if isinstance(answer, Outcome):
                 return answer
             observation = answer
@@ -161,8 +172,8 @@ class RolloutRunner:
             stop_token_ids=self._limits.stop_token_ids,
         )
         loop = asyncio.get_running_loop()
-        # A little before the budget: the partial is worth more than a cancelled generation.
-        timer = loop.call_at(deadline_s - 1e-3, self._engine.abort, request.request_id)
+        # Aborted, not cancelled: the engine gives back what there is.
+        timer = loop.call_at(deadline_s, self._engine.abort, request.request_id)
         generation = asyncio.ensure_future(self._engine.generate(request, on_first_token))
         try:
             return await asyncio.shield(generation)
