@@ -5,8 +5,8 @@
 The demo task with latency that grows with difficulty: every 8-digit problem and half of the 7-digit
 ones (a quarter of all) are 60 to 300 times slower. The clock is virtual (perf/simulation.py); the
 model, its samples, its rewards and its training are real, in one process: the shipped trainer and
-the shipped torch engine. Groups are sampled by the weights of the version that started them. Pacing is
-the shipped core; discarding lives here only.
+the shipped torch engine. Groups are sampled by the weights of the version that started them. Pacing
+is the shipped core; discarding lives here only.
 """
 
 from __future__ import annotations

@@ -373,12 +373,17 @@ class Pacing:
         self._tell("hand_back", -1)
         return returned
 
-    def close_short(self) -> None:
-        """Close the open batch with what it has (shutdown after its first optimizer update)."""
+    def close_short(self) -> Taken:
+        """Close the open batch with what is whole (shutdown after its first optimizer update).
+
+        As many of the stalest completed groups as there are places go in: left behind, those due
+        in this step would be past due in the next, and no resume could train them in time. What is
+        in flight is sampled anew after a resume.
+        """
         self._require(self.left > 0, "close_short", -1, "the batch is closed")
         self._require(bool(self._taken.get(self.step)), "close_short", -1, "nothing is taken")
-        self.left = 0
         self._tell("close_short", -1)
+        return self._take(self._stalest(min(self.left, self._num_completed)), closes=True)
 
     def publish(self, version: int) -> tuple[int, ...]:
         """Note that the weights after the taken batch are public; return the groups now freed."""
@@ -477,11 +482,11 @@ class Pacing:
         """Plan a take of the stalest: (source, how many of its bucket), stalest first."""
         plan = []
         for source in sorted(self._completed):
+            if num_groups == 0:
+                break
             count = min(num_groups, len(self._completed[source]))
             plan.append((source, count))
             num_groups -= count
-            if num_groups == 0:
-                break
         return plan
 
     def _fits(self, chosen: Iterable[tuple[int, int]]) -> bool:

@@ -446,6 +446,10 @@ class SchedulerCore:
     def _note_load(self, link: SamplerLink) -> None:
         if len(link.groups) < link.max_groups:
             heapq.heappush(self._idle, (len(link.groups), link.sampler, link.incarnation))
+        if len(self._idle) > 4 * len(self._links) + 16:  # mostly outdated: keep one of each
+            links = (k for k in self._links.values() if len(k.groups) < k.max_groups)
+            self._idle = [(len(k.groups), k.sampler, k.incarnation) for k in links]
+            heapq.heapify(self._idle)
 
     def _least_loaded(self) -> SamplerLink | None:
         """Return the sampler that holds the fewest groups and has room for one more."""
@@ -564,8 +568,7 @@ class SchedulerCore:
         rule = self.settings.rule
         taken = rule.groups_per_batch - self.pacing.left
         if self.pacing.left > 0 and taken >= rule.groups_per_batch // self.settings.num_substeps:
-            self.pacing.close_short()
-            self._hand_over(pending, Taken((), True))
+            self._hand_over(pending, self.pacing.close_short())
             self._out.append(ToLearner(EndOfData("interrupted")))
             return
         if self.pacing.left > 0:

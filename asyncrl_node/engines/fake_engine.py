@@ -33,7 +33,7 @@ def read_latencies(path: str) -> list[float]:
     except OSError as error:
         rule = f"must be a readable file: {error.strerror}"
         raise ConfigError("fake.latencies", rule, path) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("fake.latencies", f"must be JSON: {error}", path) from error
     numbers = isinstance(values, list) and len(values) >= _MIN_LATENCIES
     if not numbers or not all(type(v) in (int, float) and 0 <= v < 1e6 for v in values):

@@ -9,12 +9,14 @@ The scheduler of vLLM is paused around a swap: running requests keep their place
 have, so no token depends on two versions. vLLM stamps every token with the version in use.
 
 Waits: a request waits for weights, ended by `use_weights`, `abort` or `close`; then for vLLM,
-ended by its last token, `abort`, or the death of the engine's process, which `serve` reports.
+ended by its last token, `abort` or `close`. What makes the engine useless ends `serve`, and with
+it the sampler; until then requests stay open, so that none is reported as failed by its own fault.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import math
@@ -47,6 +49,8 @@ _BLOCK = 128
 _LEAST_CACHE_BYTES = 16 << 20
 _WATCH_S = 0.5
 _ABORT_AGAIN_S = 0.02
+_END_WITHIN_S = 1.0
+"""Then vLLM's process is killed; it holds nothing that anyone needs."""
 
 OnFirstToken = Callable[[int], None]
 
@@ -95,8 +99,8 @@ class VllmSettings(NamedTuple):
     """What becomes of the key-value cache of running requests. `keep` is faster where it is long,
     and no longer exact: a token may then depend on keys and values of older weights. New requests
     never see such a cache: it is salted with the version."""
-    max_prefill_tokens: int | None = None
-    """Tokens in one forward pass; None for vLLM's default."""
+    max_prefill_tokens: int = 2048
+    """Tokens in one forward pass; a longer single prompt still goes alone on a CPU."""
 
 
 def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> dict[str, str]:
@@ -159,6 +163,8 @@ class VllmEngine(Engine):
         self._policy_version = -1
         self._swapping = False
         self._closed = False
+        self._failure: RunFault | None = None
+        self._failed = asyncio.Event()
         self._in_flight: dict[int, _Flight] = {}
         self._generations: set[asyncio.Future[Completion]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -169,10 +175,16 @@ class VllmEngine(Engine):
         return self._policy_version
 
     async def serve(self) -> None:
-        """Watch vLLM's process; it steps by itself. Raises: RunFault "engine_failed" if it dies."""
-        while not self._llm.errored:
-            await asyncio.sleep(_WATCH_S)
-        raise RunFault("engine_failed", "vLLM's engine process ended; see the sampler's log")
+        """Watch vLLM's process; it steps by itself.
+
+        Raises: RunFault "engine_failed" if it dies; "not_finite" for a logprob that is not.
+        """
+        while self._failure is None:
+            if not self._closed and self._llm.errored:
+                self._fail("engine_failed", "vLLM's engine process ended; see the sampler's log")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), _WATCH_S)
+        raise self._failure
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -181,22 +193,23 @@ class VllmEngine(Engine):
     ) -> Completion:
         """Sample one completion. Cancelling it aborts it.
 
-        Raises: ValueError for a request that can never fit; RunFault "not_finite" for a logprob
-        that is not, "engine_failed" if vLLM fails.
+        Raises: ValueError for a request that can never fit.
         """
         self._refuse_misfit(request)
         if self._closed:
             return _ABORTED
-        generation = asyncio.ensure_future(self._generate(request, on_first_token))
+        flight = self._in_flight[request.request_id] = _Flight()
+        generation = asyncio.ensure_future(self._generate(request, flight, on_first_token))
         self._generations.add(generation)
         try:
             return await generation
-        except asyncio.CancelledError:
-            if self._closed and generation.cancelled():
+        except (asyncio.CancelledError, Exception):
+            if self._closed and not _is_cancelled():
                 return _ABORTED
             raise
         finally:
             self._generations.discard(generation)
+            del self._in_flight[request.request_id]
 
     def abort(self, request_id: int) -> None:
         """End a generation with what it has; one that is not in flight has ended already."""
@@ -213,27 +226,23 @@ class VllmEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        for task in (*self._generations, *self._tasks):
+        for generation in self._generations:
+            generation.cancel()
+        for task in self._tasks:
             task.cancel()
-        self._llm.shutdown()
+        self._llm.shutdown(timeout=_END_WITHIN_S)
+        del self._llm  # its __del__ would fail at the interpreter's end
 
     async def _generate(
-        self, request: GenerateRequest, on_first_token: OnFirstToken | None
+        self, request: GenerateRequest, flight: _Flight, on_first_token: OnFirstToken | None
     ) -> Completion:
-        flight = self._in_flight[request.request_id] = _Flight()
-        try:
-            await self._wait_for_weights(flight)
-            if flight.aborted:
-                return _ABORTED
-            flight.submitted = True
-            return await self._sample(request, on_first_token)
-        finally:
-            del self._in_flight[request.request_id]
-
-    async def _wait_for_weights(self, flight: _Flight) -> None:
         while not flight.aborted and (self._swapping or self._policy_version < 0):
             flight.gate = asyncio.get_running_loop().create_future()
             await flight.gate
+        if flight.aborted:
+            return _ABORTED
+        flight.submitted = True
+        return await self._sample(request, on_first_token)
 
     async def _sample(
         self, request: GenerateRequest, on_first_token: OnFirstToken | None
@@ -245,30 +254,62 @@ class VllmEngine(Engine):
         salt = f"v{self._policy_version}" if self._settings.kv_after_update == "keep" else None
         prompt = tokens_input(request.prompt_tokens, cache_salt=salt)
         parts: list[Any] = []
-        outputs = self._llm.generate(prompt, _sampling(request), str(request.request_id))
+        outputs = self._llm.generate(prompt, self._sampling(request), str(request.request_id))
         try:
             async for output in outputs:
                 part = output.outputs[0]
                 if on_first_token is not None and not parts and part.token_ids:
                     on_first_token(self._policy_version)
                 parts.append(part)
-        except EngineDeadError as error:
-            raise RunFault("engine_failed", "vLLM's engine process ended") from error
-        return self._completion(parts)
+        except EngineDeadError:
+            self._fail("engine_failed", "vLLM's engine process ended; see the sampler's log")
+        else:
+            completion = self._completion(parts)
+            if completion is not None:
+                return completion
+        never: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        return await never  # `close` ends it: see the top of this file
 
-    def _completion(self, parts: list[Any]) -> Completion:
+    def _sampling(self, request: GenerateRequest) -> SamplingParams:
+        """Sample from the whole distribution; one output for the first token, one for the rest."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stops = [token for token in request.stop_token_ids if 0 <= token < self._vocab_size]
+        return SamplingParams(
+            n=1,
+            temperature=request.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=request.seed % 2**63,
+            max_tokens=request.max_new_tokens,
+            ignore_eos=True,  # only what the request names ends it
+            stop_token_ids=stops,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=request.max_new_tokens + 1,
+        )
+
+    def _completion(self, parts: list[Any]) -> Completion | None:
+        """Join vLLM's outputs; None, and the engine has failed, if they are not sound."""
         tokens = [token for part in parts for token in part.token_ids]
         drawn = [entry for part in parts for entry in part.logprobs or ()]
         logprobs = [entry[token].logprob for entry, token in zip(drawn, tokens, strict=True)]
-        if not math.isfinite(sum(logprobs)):
-            story = f"weights of version {self._policy_version} or older give logprobs that are not"
-            raise RunFault("not_finite", story)
         spans = parts[-1].weight_versions or ()
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         reason = _FINISH_REASONS.get(parts[-1].finish_reason)
+        if not math.isfinite(sum(logprobs)):
+            story = (
+                f"the weights of versions {sorted(set(versions))} give logprobs that are not finite"
+            )
+            self._fail("not_finite", story)
+            return None
         if reason is None or len(versions) != len(tokens):
             story = f"vLLM ended a request by {parts[-1].finish_reason!r}, with versions {spans}"
-            raise RunFault("engine_failed", story)
+            self._fail("engine_failed", story)
+            return None
         return Completion(tokens, logprobs, versions, reason)
 
     async def _abort(self, request_id: int, flight: _Flight) -> None:
@@ -276,6 +317,12 @@ class VllmEngine(Engine):
         while self._in_flight.get(request_id) is flight:
             await self._llm.abort(str(request_id))
             await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _fail(self, name: str, story: str) -> None:
+        """Have `serve` raise this fault; the first one counts."""
+        if self._failure is None and not self._closed:
+            self._failure = RunFault(name, story)
+            self._failed.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -360,26 +407,10 @@ class VllmEngine(Engine):
             flight.pass_gate()
 
 
-def _sampling(request: GenerateRequest) -> SamplingParams:
-    """Sample from the whole distribution; one output for the first token, one for the rest."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=1,
-        temperature=request.temperature,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        seed=request.seed % 2**63,
-        max_tokens=request.max_new_tokens,
-        ignore_eos=True,  # only what the request names ends it
-        stop_token_ids=list(request.stop_token_ids),
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        stream_interval=request.max_new_tokens + 1,
-    )
+def _is_cancelled() -> bool:
+    """Return True if somebody asks the running task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
@@ -390,23 +421,28 @@ def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
     on_cpu: dict[str, Any] = {
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": _cache_bytes(model_dir, settings),
+        "enforce_eager": True,
+        # With a seed, vllm 0.32 dies of a prompt computed in parts: "CPU Generator does not use
+        # offset". So every prompt is computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(settings.max_prefill_tokens, settings.max_context),
     }
+    on_gpu = {"max_num_batched_tokens": settings.max_prefill_tokens}
     arguments = AsyncEngineArgs(
         model=str(model_dir),
+        runner="generate",
         load_format="dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype=settings.dtype,
         max_model_len=settings.max_context,
         max_num_seqs=settings.max_rows,
-        max_num_batched_tokens=settings.max_prefill_tokens,
-        enforce_eager=settings.cpu,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
-        **(on_cpu if settings.cpu else {}),
+        **(on_cpu if settings.cpu else on_gpu),
     )
     try:
         return AsyncLLM.from_engine_args(arguments)
@@ -445,7 +481,8 @@ def _cache_bytes(model_dir: Path, settings: VllmSettings) -> int:
     item = 4 if settings.dtype == "float32" else 2
     blocks_per_row = -(-settings.max_context // _BLOCK) + 1
     tokens = (settings.max_rows * blocks_per_row + 2) * _BLOCK
-    return max(_LEAST_CACHE_BYTES, 2 * config["num_hidden_layers"] * num_kv * head * item * tokens)
+    per_token = 2 * int(config["num_hidden_layers"]) * int(num_kv) * int(head) * item
+    return max(_LEAST_CACHE_BYTES, per_token * tokens)
 
 
 async def _named(call: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what vLLM returns

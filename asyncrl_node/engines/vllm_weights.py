@@ -86,7 +86,7 @@ class HostImport:
         """Copy, and check the version before and after; see `FlatImport.fetch`."""
         if self._digest is not None:
             self._digest.result()  # it reads what is about to be overwritten
-        copy = memoryview(self._copy.numpy())
+        copy = self._copy.numpy().data
         copy[:] = self._import.view(version)
         self._import.view(version)
         self._digest = self._thread.submit(weights_hash, copy)
@@ -131,6 +131,8 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     _flat: FlatImport | None = None
     _manifest: WeightsManifest
+    _parameters: frozenset[str]
+    """vLLM's names, as they are between loads: during one, a tied head stands apart."""
     _fetched = -1
 
     def init_transfer_engine(self, init_info: FlatInit) -> None:
@@ -138,6 +140,7 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.shutdown()
         self._manifest = msgspec.msgpack.decode(init_info.manifest, type=WeightsManifest)
         check_names(expected_names(self.model), self._manifest.entries)
+        self._parameters = frozenset(name for name, _ in self.model.named_parameters())
         self._flat = import_flat(init_info.handle, self._manifest)
 
     def fetch(self, version: int) -> None:
@@ -159,9 +162,8 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Hand over the copy. Raises: RunFault("weights_mismatch"); the model is lost then."""
         assert self._flat is not None
         assert self._fetched == update_info.version, f"{self._fetched} is what was fetched"
-        wanted = {name for name, _ in self.model.named_parameters()}
         loaded = self.model.load_weights(tensors(self._flat.weights(), self._manifest.entries))
-        if missing := sorted(wanted - loaded):
+        if missing := sorted(self._parameters - loaded):
             raise RunFault("weights_mismatch", f"vllm did not load: {_shown(missing)}")
 
     def finish_weight_update(self) -> None:
@@ -203,7 +205,7 @@ def expected_names(model: nn.Module) -> set[str]:
     vLLM's own check is a warning: it would run on with whatever a missing part held before.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    names = set()
+    names: set[str] = set()
     for name, _ in model.named_parameters():
         *path, module, kind = name.split(".")
         names.update(".".join([*path, part, kind]) for part in fused.get(module, [module]))

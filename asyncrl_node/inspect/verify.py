@@ -135,7 +135,7 @@ def _read_trained(path: Path, breaches: list[str]) -> list[_Trained]:
                 rows = [row for row in rows if row.step < entry["rolled_back_to"]]
             else:
                 rows.append(_Trained(*(int(entry[field]) for field in _Trained._fields)))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             breaches.append(f"trained.jsonl line {number}: {type(error).__name__}: {error}")
     return rows
 

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import combinations, combinations_with_replacement
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -75,12 +75,14 @@ class Setting(NamedTuple):
     group_bytes: tuple[int, ...] = (1,)
     """What a group may need; a slot is as large as the largest."""
     max_bytes: int | None = None
+    thin: bool = False
+    """Leave out the events of a sampler that lead where two others in a row lead."""
 
     def __str__(self) -> str:
         b, d, k, steps, *_ = self
         words = [f"B={b} D={d} K={'none' if k is None else k}"]
         words += [f"steps={steps}"] if steps is not None else []
-        words += ["exact"] if self.exact else []
+        words += ["exact"] if self.exact else ["thin"] if self.thin else []
         words += [] if self.carry else ["fresh"]
         words += [f"bytes={self.group_bytes}/{self.max_bytes}"] if self.max_bytes else []
         return " ".join(words)
@@ -130,7 +132,7 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{str(self.setting):34s} {self.states:8d} states {self.transitions:9d} transitions "
+            f"{self.setting!s:34s} {self.states:8d} states {self.transitions:9d} transitions "
             f"worst staleness {self.worst_staleness} "
             f"{self.waits_for_stragglers:6d} waits {self.cpu_s:6.1f} s"
         )
@@ -217,7 +219,8 @@ class Freezer:
                 source = group.source
                 min_version = group.min_version
                 untaken[source] = untaken.get(source, 0) + 1
-                assert min_version <= source and not group.dropped, "in flight"
+                assert min_version <= source, "an attempt may be older than its due step says"
+                assert not group.dropped, "a dropped group is in flight"
                 lowest = min_version if exact else source
                 flight.append((source + shift) << 16 | (lowest + shift) << 8 | num_bytes)
             elif state is completed_state:
@@ -237,7 +240,8 @@ class Freezer:
             assert buckets[source], "an empty bucket"
             for group_id in buckets[source]:
                 group = groups[group_id]
-                assert group.source == source and group.state is completed_state, "a bucket"
+                assert group.source == source, "a group in another's bucket"
+                assert group.state is completed_state, "a bucket holds what is not completed"
                 completed.append((source + shift) << 16 | group.num_bytes)
         assert len(completed) == num_completed, "buckets of completed groups"
         ahead = pacing.step - pacing.published
@@ -267,15 +271,14 @@ class Freezer:
             -1 if last is None else last - pacing.published,
         )
 
-    def _freeze_taken(
-        self, pacing: Any, step: int, ids: list[int], shift: int
-    ) -> tuple[int, ...]:
+    def _freeze_taken(self, pacing: Any, step: int, ids: list[int], shift: int) -> tuple[int, ...]:
         codes = []
         is_open = step == pacing.step and pacing.left > 0
         exact = self.setting.exact
         for group_id in ids:
             group = pacing._groups[group_id]
-            assert group.state is self.states[2] and group.step == step, "a taken group"
+            assert group.state is self.states[2], "a batch holds what is not taken"
+            assert group.step == step, "a group in another's batch"
             code = group.num_bytes
             if exact:
                 code |= group.dropped << 7
@@ -313,7 +316,8 @@ class Freezer:
         try:
             pacing.check_possible()
         except RunFault as fault:
-            assert fault.name == "impossible_resume"
+            if fault.name != "impossible_resume":
+                raise
             return None
         return pacing
 
@@ -347,21 +351,26 @@ class Mold:
             if state is completed:
                 self.buckets.setdefault(source, OrderedDict())[number] = None
         self.reserved = sum(_bytes_of(code) for code, _, _ in rows)
+        self.groups = {row[0]: self._group(*row) for row in self.fields}
 
-    def cast(self) -> Any:
-        """Make one; nothing is shared with another."""
-        new, group_class, key = object.__new__, self.core.Group, self.key
-        groups = {}
-        for number, source, least, num_bytes, state, step, dropped in self.fields:
-            groups[number] = group = new(group_class)
-            group.group_id = number
-            group.source = source
-            group.min_version = least
-            group.num_bytes = num_bytes
-            group.state = state
-            group.step = step
-            group.dropped = dropped
-        pacing = new(self.core.Pacing)
+    def _group(self, number, source, least, num_bytes, state, step, dropped) -> Any:
+        group = object.__new__(self.core.Group)
+        group.group_id = number
+        group.source = source
+        group.min_version = least
+        group.num_bytes = num_bytes
+        group.state = state
+        group.step = step
+        group.dropped = dropped
+        return group
+
+    def cast(self, named: Iterable[int] | None = None) -> Any:
+        """Make one. Groups that the event does not name are shared, see `check`; None: all new."""
+        key = self.key
+        groups = self.groups.copy()
+        for number in groups if named is None else named:
+            groups[number] = self._group(*self.fields[number])
+        pacing = object.__new__(self.core.Pacing)
         pacing.rule = self.rule
         pacing.published = BASE
         pacing.step = BASE + key.ahead
@@ -377,6 +386,18 @@ class Mold:
         pacing._reserved_bytes = self.reserved
         pacing._story = deque(maxlen=20)
         return pacing
+
+    def check(self) -> None:
+        """Fail if an event has changed a group that it does not name."""
+        for number, source, least, num_bytes, state, step, dropped in self.fields:
+            group = self.groups[number]
+            assert group.group_id == number
+            assert group.source == source
+            assert group.min_version == least
+            assert group.num_bytes == num_bytes
+            assert group.state is state
+            assert group.step == step
+            assert group.dropped == dropped
 
 
 def _close_gaps(flight: list[int], completed: list[int]) -> tuple[list[int], list[int]]:
@@ -408,7 +429,7 @@ def rule_3(untaken: list[int], step: int, batch: int, bound: int | None, places:
     return all(due_within(untaken, step, bound, j) <= batch * j + places for j in range(bound + 1))
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_all_be_trained(due: tuple[int, ...], batch: int) -> bool:
     """Search every assignment: `due[j]` groups are due j steps from now, at most `batch` a step."""
     if not due or sum(due) == 0:
@@ -550,10 +571,11 @@ class Graph:
     def _explore(self, key: Key) -> None:
         event, detail = "validate", None
         try:
-            pacing = self.freezer.thaw(key)
+            world = _World(self, key)
+            pacing = world.thaw()
             pacing.validate()
             self._check_state(key, pacing)
-            for event, detail, successor in _World(self, key).events():
+            for event, detail, successor in world.events():
                 self.transitions += 1
                 reached = self._reach(successor, event, detail)
                 if event == "take":
@@ -577,17 +599,17 @@ class Graph:
             for horizon in range(self.bound + 1):
                 due = due_within(untaken, step, self.bound, horizon)
                 assert due <= self.batch * horizon + key.left, f"invariant at {horizon}"
-        elif not self.setting.carry and key.left == self.batch and not key.ahead:
-            assert taken == 0, "slots held after publication"
         open_taken = key.second if key.ahead else key.first
         if key.left > 0:
             assert len(open_taken) + key.left == self.batch, "places of the open batch"
         if key.ahead and not key.exhausted:
             assert len(key.first) == self.batch, "a closed batch that is not whole"
-        if key.left == self.batch and not key.ahead and key.completed not in self.resumable:
-            resumed = self.freezer.resume(key.completed)
-            assert resumed is not None, "a checkpoint of what is completed cannot be resumed"
-            self.resumable.add(key.completed)
+        if key.left == self.batch and not key.ahead:
+            assert taken == 0, "slots held after publication"
+            if key.completed not in self.resumable:
+                resumed = self.freezer.resume(key.completed)
+                assert resumed is not None, "a checkpoint of what is completed cannot be resumed"
+                self.resumable.add(key.completed)
         if self.setting.num_steps is not None and not self.setting.carry:
             assert len(untaken) <= self._places(key), "a group that can never be trained"
         gauges = pacing.gauges()
@@ -603,22 +625,26 @@ class Graph:
 class _World:
     """Everything that may happen in one state."""
 
-    def __init__(self, graph: Graph, key: Key) -> None:
+    def __init__(self, graph: Graph, key: Key, before_the_end: _World | None = None) -> None:
         self.graph = graph
         self.key = key
         self.setting = graph.setting
         self.freezer = graph.freezer
-        self.core = graph.core
-        mold = Mold(graph.freezer, key)
-        self.thaw = mold.cast
-        self.next_id = mold.num_groups
+        self.mold = before_the_end.mold if before_the_end else Mold(graph.freezer, key)
+        self.is_twin = before_the_end is not None
+        """True for the twin of the present state right after the end of the data."""
+        self.next_id = self.mold.num_groups
         self.num_flight = len(key.flight)
         self.num_untaken = len(key.flight) + len(key.completed)
-        closed = int(key.ahead) + (key.left == 0)
-        self.is_present = key is graph.keys[graph._now]
-        """False for the twin of the present state at the end of the data."""
-        self.newest = closed
-        """The newest version that a sampler may hold: made, perhaps not announced here yet."""
+        self.newest = int(key.ahead) + (key.left == 0)
+        """The newest version that a sampler may hold: one more for each closed batch."""
+
+    def thaw(self, named: Iterable[int] | None = None) -> Any:
+        """Make a Pacing in this state for an event that changes the groups named."""
+        pacing = self.mold.cast(named)
+        if self.is_twin:
+            pacing.end_of_data()
+        return pacing
 
     def events(self) -> Iterator[Event]:
         """Yield every event with the state that it leads to; check its answer."""
@@ -638,6 +664,7 @@ class _World:
             yield from self.end_of_data()
         if self.graph.refusals:
             self.refuse()
+        self.mold.check()
 
     # -- the samplers ----------------------------------------------------------------------------
 
@@ -651,7 +678,7 @@ class _World:
             fits = room
             if setting.max_bytes is not None:
                 fits = room and sum(map(_bytes_of, everybody)) + num_bytes <= setting.max_bytes
-            pacing = self.thaw()
+            pacing = self.thaw(())
             assert pacing.can_admit(num_bytes) == fits, f"can_admit is not {fits}"
             if fits:
                 least = pacing.admit(self.next_id, num_bytes)
@@ -661,27 +688,37 @@ class _World:
                 yield "admit", num_bytes, self.freezer.freeze(pacing)
 
     def sampling(self, place: int, code: int) -> Iterator[Event]:
-        """What a sampler can do with one in-flight group."""
+        """What a sampler can do with one in-flight group.
+
+        Thin: to start at version s + 2 is to start at s + 1, then at s + 2; a restart is a start
+        at `published`; to complete with newer data is to start at them and finish; to fail is to
+        finish and be filtered.
+        """
         source, least = source_of(code), _min_version_of(code)
         started = source > least
-        for version in range(least, self.newest + 1):
+        newest = self.newest if not self.setting.thin else min(self.newest, source + 1)
+        for version in range(least, newest + 1):
             if started or (version <= source and not self.setting.exact):
                 continue  # an attempt starts once, and nothing changes
-            pacing = self.thaw()
+            pacing = self.thaw((place,))
             pacing.start(place, BASE + version)
             assert pacing.group(place).source == BASE + max(source, version), "source on start"
             yield "start", (source, version), self.freezer.freeze(pacing)
-        for version in range(source, max(self.newest, source) + 1):
-            pacing = self.thaw()
+        newest = source if self.setting.thin else max(self.newest, source)
+        for version in range(source, newest + 1):
+            pacing = self.thaw((place,))
             pacing.complete(place, BASE + version)
             assert pacing.group(place).source == BASE + version, "source on completion"
             word = "finish" if version == source else "complete"
             yield word, (source, version), self.freezer.freeze(pacing)
-        pacing = self.thaw()
+        if self.setting.thin:
+            return
+        pacing = self.thaw((place,))
         least = pacing.restart(place)
         group = pacing.group(place)
         assert least == group.min_version, "a restart is told another min_version"
-        assert least >= BASE and group.source >= BASE + source, "a due step moves down"
+        assert least >= BASE, "a restart is sampled by old weights"
+        assert group.source >= BASE + source, "a due step moves down"
         assert least >= group.source, "the new attempt may be older than its due step says"
         yield "restart", source, self.freezer.freeze(pacing)
         yield from self.drop(place, "lose", source)
@@ -692,10 +729,11 @@ class _World:
                 yield from self.drop(self.num_flight + place, "filter", source_of(code))
 
     def drop(self, group_id: int, event: str, source: int) -> Iterator[Event]:
-        pacing = self.thaw()
+        pacing = self.thaw((group_id,))
         before = pacing.num_outstanding
         assert pacing.drop(group_id) is True, "an untaken group keeps its slot"
-        assert pacing.group(group_id) is None and pacing.num_outstanding == before - 1
+        assert pacing.group(group_id) is None
+        assert pacing.num_outstanding == before - 1
         yield event, source, self.freezer.freeze(pacing)
 
     def drops_of_taken(self) -> Iterator[Event]:
@@ -704,10 +742,11 @@ class _World:
         for place, code in enumerate(taken):
             if place > 0 and taken[place - 1] == code and place != len(self.key.first):
                 continue
-            pacing = self.thaw()
             group_id = self.num_untaken + place
+            pacing = self.thaw((group_id,))
             assert pacing.drop(group_id) is False, "a taken group frees its slot"
-            assert pacing.group(group_id).dropped and pacing.left == self.key.left
+            assert pacing.group(group_id).dropped
+            assert pacing.left == self.key.left
             step = BASE if place < len(self.key.first) else BASE + 1
             assert group_id not in pacing.taken_in(step), "a dropped group is trained"
             after = self.freezer.freeze(pacing)
@@ -719,7 +758,7 @@ class _World:
 
     def take(self, num_groups: int) -> Iterator[Event]:
         key, graph = self.key, self.graph
-        pacing = self.thaw()
+        pacing = self.thaw(range(self.num_flight, self.num_untaken))
         expected = self.expected_answer(num_groups)
         answer = pacing.take(num_groups)
         word = type(answer).__name__
@@ -730,14 +769,14 @@ class _World:
         if word == "EndOfTraining":
             assert after == key, "the end changes something"
             self.check_end()
-            if self.is_present:
+            if not self.is_twin:
                 graph.ends[num_groups].add(graph._now)
         elif word == "Taken":
             self.check_taken(pacing, answer, num_groups)
             yield "take", num_groups, after
         else:
             assert after == key, "waiting changes something"
-            graph.waits += self.is_present and word == "stragglers"
+            graph.waits += not self.is_twin and word == "stragglers"
             if word == "fill" and not key.flight:
                 assert pacing.can_admit() or key.ahead, "waits for a fill that cannot come"
 
@@ -798,7 +837,7 @@ class _World:
         open_taken = key.second if key.ahead else key.first
         first_id = self.next_id - len(open_taken)
         for taken in self.possible_takes(open_taken):
-            pacing = self.thaw()
+            pacing = self.thaw(range(first_id, self.next_id))
             for group_id, code in enumerate(taken, first_id):
                 group = pacing.group(group_id)
                 group.source, group.dropped = source_of(code) + BASE, _dropped_of(code)
@@ -838,23 +877,24 @@ class _World:
         pacing = self.thaw()
         pacing.close_short()
         assert pacing.left == 0
-        freed = pacing.publish(BASE + 1)
-        assert len(freed) == len(key.first), "freed by the publication"
+        in_flight, completed, taken = pacing.gauges()
+        freed = len(pacing.publish(BASE + 1))
         if key.ahead:
             assert pacing.left == 0, "the short batch is open again"
-            freed = pacing.publish(BASE + 2)
-            assert len(freed) == len(key.second), "freed by the publication"
-        assert pacing.gauges() == (len(key.flight), len(key.completed), 0)
+            freed += len(pacing.publish(BASE + 2))
+        assert freed == taken, "freed by the publications"
+        assert pacing.gauges() == (in_flight, completed, 0)
+        assert in_flight == len(key.flight), "nobody in flight is trained"
 
     def publications(self) -> Iterator[Event]:
         key = self.key
         if key.left == 0 and not key.ahead:
-            pacing = self.thaw()
+            pacing = self.thaw(())
             pacing.collect_next()
             assert (pacing.step, pacing.left) == (BASE + 1, self.graph.batch)
             yield "collect_next", None, self.freezer.freeze(pacing)
         if key.left == 0 or key.ahead:
-            pacing = self.thaw()
+            pacing = self.thaw(())
             freed = pacing.publish(BASE + 1)
             start = self.num_untaken
             assert sorted(freed) == list(range(start, start + len(key.first))), "freed"
@@ -866,7 +906,7 @@ class _World:
     # -- the data --------------------------------------------------------------------------------
 
     def end_of_data(self) -> Iterator[Event]:
-        pacing = self.thaw()
+        pacing = self.thaw(())
         pacing.end_of_data()
         assert pacing.can_admit() is False, "admits after the end of the data"
         after = self.freezer.freeze(pacing)
@@ -874,10 +914,10 @@ class _World:
         if self.setting.exact:
             yield "end_of_data", None, after
             return
+        twin = _World(self.graph, after, before_the_end=self)
         for num_groups in self.setting.takes:
             if num_groups <= self.key.left:
-                world = _World(self.graph, after)
-                for _, _, successor in world.take(num_groups):
+                for _, _, successor in twin.take(num_groups):
                     if len(self.key.completed) < num_groups:
                         yield "take_short", num_groups, successor
                     else:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -507,6 +507,7 @@ def test_a_version_published_while_loading_is_fetched_next(shell: Shell) -> None
     shell.handle(LeaseGranted(1, HASH))
     shell.handle(CopyDone(1))
     assert shell.handle(WeightsAvailable(2)) == []
+    assert shell.handle(WeightsAvailable(1)) == [], "an old announcement hides no newer one"
     assert shell.handle(LoadDone(1, HASH))[-1] == ToLearner(Lease(3, 1))
     shell.grant(2)
     assert shell.core.policy_version == 2
@@ -710,6 +711,9 @@ class SamplerHistories(RuleBasedStateMachine):
 
 
 SamplerHistories.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None
+    max_examples=80,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 TestSamplerHistories = SamplerHistories.TestCase

@@ -1,0 +1,1072 @@
+"""CUDA IPC against a fake driver: right bytes, right order of calls, no leak, and honest fallback.
+
+What only a GPU can show (that the driver does as the fake does, `as_tensor`): perf/gpu_check.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_node.core.layout import layout_weights
+from asyncrl_node.core.shards import assemble
+from asyncrl_node.errors import InvalidTransition, RunFault
+from asyncrl_node.learner.attention import packed_attention, plan_attention
+from asyncrl_node.messages import WeightsManifest
+from asyncrl_node.plan import WARM_MODEL
+from asyncrl_node.transport import cuda_driver
+from asyncrl_node.transport.cuda_driver import (
+    CudaDevice,
+    CudaDriver,
+    CudaError,
+    DriverLibrary,
+    load_library,
+)
+from asyncrl_node.transport.cuda_ipc import (
+    SELF_TEST_BYTES,
+    CudaIpcExport,
+    CudaIpcHandle,
+    CudaIpcImport,
+    DeviceArea,
+    SelfTestExport,
+    TransportChoice,
+    agree,
+    area_hash,
+    choose_transport,
+    decode_handle,
+    device_buffer_bytes,
+    offer_transport,
+    pattern,
+    pull_tensors,
+    read_area,
+    self_test,
+    shard_manifest,
+)
+from asyncrl_node.transport.weights import layout_hash, weights_hash
+from perf import gpu_check
+from tests.transport.fake_cuda import (
+    ILLEGAL_ADDRESS,
+    INVALID_DEVICE,
+    INVALID_HANDLE,
+    MAP_FAILED,
+    OUT_OF_MEMORY,
+    FakeGpu,
+    FakeLibrary,
+    FakeMachine,
+    Faults,
+)
+
+TEST_BYTES = 5000
+
+Fill = Callable[[DeviceArea, int], None]
+Late = list[Callable[[], object]]
+
+
+class Process(NamedTuple):
+    library: FakeLibrary
+    device: CudaDevice
+
+
+def make_machine(num_gpus: int = 3, faults: Faults | None = None) -> FakeMachine:
+    gpus = [FakeGpu(bytes([0xA0 + number]) * 16) for number in range(num_gpus)]
+    return FakeMachine(gpus, faults)
+
+
+def start(machine: FakeMachine, gpu: int) -> Process:
+    """A process that sees one GPU, as the launcher starts them."""
+    library = machine.process([gpu])
+    return Process(library, CudaDriver(library).open_device(0))
+
+
+def make_manifest(*sizes: int) -> WeightsManifest:
+    specs = [(f"p{i}", "float32", (size,), 4 * size) for i, size in enumerate(sizes)]
+    entries, num_bytes = layout_weights(specs)
+    return WeightsManifest(num_bytes, entries, layout_hash(entries))
+
+
+def nothing() -> None:
+    """Synchronize with no stream."""
+
+
+def publish(device: CudaDevice, export: CudaIpcExport, version: int, content: bytes) -> int:
+    area = export.begin_write()
+    if content:
+        device.write(area.address, memoryview(content))
+    return export.end_write(version)
+
+
+def read(device: CudaDevice, area: DeviceArea) -> bytes:
+    return b"".join(bytes(piece) for piece in read_area(device, area))
+
+
+def fault_of(job: Callable[[], object]) -> str:
+    with pytest.raises(RunFault) as caught:
+        job()
+    return caught.value.name
+
+
+@pytest.fixture
+def machine() -> Iterator[FakeMachine]:
+    """A machine that must be clean at the end."""
+    machine = make_machine()
+    yield machine
+    machine.assert_clean()
+
+
+@pytest.fixture
+def learner(machine: FakeMachine) -> Iterator[Process]:
+    process = start(machine, 0)
+    yield process
+    process.device.close()
+
+
+@pytest.fixture
+def sampler(machine: FakeMachine) -> Iterator[Process]:
+    process = start(machine, 1)
+    yield process
+    process.device.close()
+
+
+@pytest.fixture
+def manifest() -> WeightsManifest:
+    return make_manifest(3, 100, 1)
+
+
+@pytest.fixture
+def export(learner: Process, manifest: WeightsManifest) -> Iterator[CudaIpcExport]:
+    export = CudaIpcExport(learner.device, manifest, nothing)
+    yield export
+    export.close()
+
+
+@pytest.fixture
+def imported(
+    sampler: Process, export: CudaIpcExport, manifest: WeightsManifest
+) -> Iterator[CudaIpcImport]:
+    imported = CudaIpcImport(sampler.device, export.handle, manifest)
+    yield imported
+    imported.close()
+
+
+# -- round trip ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    seeds=st.lists(st.integers(0, 1 << 32), min_size=1, max_size=4),
+    sampler_gpu=st.integers(0, 2),
+)
+def test_round_trip_and_the_hash_of_the_host_transport(
+    sizes: list[int], seeds: list[int], sampler_gpu: int
+) -> None:
+    machine, manifest = make_machine(), make_manifest(*sizes)
+    learner, sampler = start(machine, 0), start(machine, sampler_gpu)
+    export = CudaIpcExport(learner.device, manifest, nothing)
+    imported = CudaIpcImport(sampler.device, export.handle, manifest)
+    for version, seed in enumerate(seeds):
+        content = np.random.default_rng(seed).bytes(manifest.num_bytes)
+        digest = publish(learner.device, export, version, content)
+        assert digest == weights_hash(memoryview(content))
+        area = imported.view(version)
+        assert area.address % 256 == 0
+        assert read(sampler.device, area) == content
+        assert area_hash(sampler.device, area) == digest
+    for end in (imported, export, learner.device, sampler.device):
+        end.close()
+        end.close()
+    machine.assert_clean()
+    assert not machine.notes
+
+
+class Pull(NamedTuple):
+    sampler: int
+
+
+class Restart(NamedTuple):
+    sampler: int
+
+
+class Publish(NamedTuple):
+    byte: int
+
+
+_events = st.one_of(
+    st.builds(Pull, st.integers(0, 2)),
+    st.builds(Restart, st.integers(0, 2)),
+    st.builds(Publish, st.integers(0, 255)),
+)
+
+
+@settings(max_examples=40)
+@given(events=st.lists(_events, max_size=20))
+def test_samplers_come_and_go_and_every_pull_is_the_published_version(
+    events: list[Pull | Restart | Publish],
+) -> None:
+    machine, manifest = make_machine(4), make_manifest(70, 5)
+    learner = start(machine, 0)
+    export = CudaIpcExport(learner.device, manifest, nothing)
+    used = machine.used_bytes(0)
+    ends: dict[int, tuple[Process, CudaIpcImport]] = {}
+
+    def connect(number: int) -> None:
+        process = start(machine, 1 + number)
+        ends[number] = process, CudaIpcImport(process.device, export.handle, manifest)
+
+    for number in range(3):
+        connect(number)
+    version, content = 0, bytes(manifest.num_bytes)
+    publish(learner.device, export, version, content)
+    for event in events:
+        match event:
+            case Pull(number):
+                process, imported = ends[number]
+                assert read(process.device, imported.view(version)) == content
+            case Restart(number):
+                ends[number][0].library.kill()
+                connect(number)
+            case Publish(byte):
+                version, content = version + 1, bytes([byte]) * manifest.num_bytes
+                publish(learner.device, export, version, content)
+        assert machine.used_bytes(0) == used
+    for process, imported in ends.values():
+        imported.close()
+        process.device.close()
+    export.close()
+    learner.device.close()
+    machine.assert_clean()
+    assert not machine.notes
+
+
+def test_another_thread_of_the_process_may_publish(
+    learner: Process,
+    sampler: Process,
+    export: CudaIpcExport,
+    imported: CudaIpcImport,
+    manifest: WeightsManifest,
+) -> None:
+    content = b"\x05" * manifest.num_bytes
+    thread = threading.Thread(target=publish, args=(learner.device, export, 3, content))
+    thread.start()
+    thread.join()
+    assert read(sampler.device, imported.view(3)) == content
+
+
+# -- torn reads and the order of things ----------------------------------------------------------
+
+
+def test_nothing_can_be_read_before_the_first_version(imported: CudaIpcImport) -> None:
+    assert fault_of(lambda: imported.view(0)) == "torn_weights"
+
+
+def test_a_write_that_has_begun_is_a_torn_read(
+    learner: Process, export: CudaIpcExport, imported: CudaIpcImport, manifest: WeightsManifest
+) -> None:
+    publish(learner.device, export, 1, bytes(manifest.num_bytes))
+    imported.view(1)
+    export.begin_write()
+    for version in (1, 2):
+        assert fault_of(lambda version=version: imported.view(version)) == "torn_weights"
+    export.end_write(2)
+    assert fault_of(lambda: imported.view(1)) == "torn_weights"
+    imported.view(2)
+
+
+@pytest.mark.parametrize("offset", [192 + 16, 256 + 1024])
+def test_a_version_that_differs_between_front_and_back_is_torn(
+    learner: Process,
+    export: CudaIpcExport,
+    imported: CudaIpcImport,
+    manifest: WeightsManifest,
+    offset: int,
+) -> None:
+    assert manifest.num_bytes == 1024
+    publish(learner.device, export, 1, bytes(manifest.num_bytes))
+    start = imported.view(1).address - 256
+    learner_start = export.begin_write().address - 256
+    export.end_write(1)
+    learner.device.write(learner_start + offset, memoryview((2).to_bytes(8, "little")))
+    learner.device.synchronize()
+    assert start != learner_start
+    for version in (1, 2):
+        assert fault_of(lambda version=version: imported.view(version)) == "torn_weights"
+
+
+def test_the_streams_are_waited_for_before_hash_and_mark(
+    machine: FakeMachine, learner: Process, sampler: Process, manifest: WeightsManifest
+) -> None:
+    """A kernel's writes arrive when its stream is synchronised; the mark must come later."""
+    content = b"\x07" * manifest.num_bytes
+
+    def finish_kernel() -> None:
+        assert fault_of(lambda: imported.view(5)) == "torn_weights"
+        learner.device.write(area.address, memoryview(content))
+        learner.device.synchronize()
+
+    export = CudaIpcExport(learner.device, manifest, finish_kernel)
+    imported = CudaIpcImport(sampler.device, export.handle, manifest)
+    area = export.begin_write()
+    assert export.end_write(5) == weights_hash(memoryview(content))
+    assert read(sampler.device, imported.view(5)) == content
+    imported.close()
+    export.close()
+
+
+def test_a_stream_that_was_not_waited_for_shows_in_the_hash(
+    learner: Process, sampler: Process, export: CudaIpcExport, imported: CudaIpcImport
+) -> None:
+    """The negative control: `synchronize` does nothing, and the kernel is late."""
+    area = export.begin_write()
+    digest = export.end_write(1)
+    learner.device.write(area.address, memoryview(b"late"))
+    learner.device.synchronize()
+    assert area_hash(sampler.device, imported.view(1)) != digest
+
+
+def test_the_buffer_is_marked_torn_for_everybody_before_it_is_written(
+    learner: Process, export: CudaIpcExport, imported: CudaIpcImport, manifest: WeightsManifest
+) -> None:
+    publish(learner.device, export, 1, bytes(manifest.num_bytes))
+    learner.library.calls.clear()
+    export.begin_write()
+    assert learner.library.calls[-1] == "cuCtxSynchronize"
+    export.end_write(2)
+    assert learner.library.calls[-1] == "cuCtxSynchronize"
+
+
+def test_end_write_needs_begin_write(export: CudaIpcExport) -> None:
+    with pytest.raises(InvalidTransition, match="without begin_write"):
+        export.end_write(1)
+    export.begin_write()
+    export.end_write(1)
+    with pytest.raises(InvalidTransition, match="without begin_write"):
+        export.end_write(2)
+
+
+def test_closed_ends_refuse_to_work(
+    export: CudaIpcExport, imported: CudaIpcImport, learner: Process, machine: FakeMachine
+) -> None:
+    imported.close()
+    export.close()
+    for job in (export.begin_write, lambda: imported.view(0)):
+        with pytest.raises(InvalidTransition, match="closed"):
+            job()
+
+
+# -- lifetimes -----------------------------------------------------------------------------------
+
+
+def test_a_handle_is_opened_once_in_a_process(
+    sampler: Process, export: CudaIpcExport, imported: CudaIpcImport, manifest: WeightsManifest
+) -> None:
+    with pytest.raises(InvalidTransition, match="opened once"):
+        CudaIpcImport(sampler.device, export.handle, manifest)
+    assert sampler.library.calls.count("cuIpcOpenMemHandle_v2") == 1
+    imported.close()
+    CudaIpcImport(sampler.device, export.handle, manifest).close()
+
+
+def test_the_exporter_may_free_or_die_and_the_importer_reads_on() -> None:
+    machine, manifest = make_machine(), make_manifest(64)
+    content = b"\x09" * manifest.num_bytes
+    for how in ("free", "die"):
+        learner, sampler = start(machine, 0), start(machine, 1)
+        export = CudaIpcExport(learner.device, manifest, nothing)
+        publish(learner.device, export, 1, content)
+        imported = CudaIpcImport(sampler.device, export.handle, manifest)
+        if how == "free":
+            export.close()
+            learner.device.close()
+            assert machine.notes == ["freed a buffer that 1 others have mapped"]
+        else:
+            learner.library.kill()
+            late = start(machine, 2)
+            with pytest.raises(CudaError) as caught:
+                CudaIpcImport(late.device, export.handle, manifest)
+            assert caught.value.code == INVALID_HANDLE
+            late.device.close()
+        assert read(sampler.device, imported.view(1)) == content
+        assert machine.used_bytes(0) == device_buffer_bytes(manifest.num_bytes)
+        imported.close()
+        assert machine.used_bytes(0) == 0
+        sampler.device.close()
+    machine.assert_clean()
+
+
+def test_a_device_is_not_closed_under_its_buffers(learner: Process, export: CudaIpcExport) -> None:
+    with pytest.raises(InvalidTransition, match="1 buffers and 0 mappings"):
+        learner.device.close()
+
+
+def test_memory_of_others_is_not_exported_freed_or_closed(learner: Process) -> None:
+    assert fault_of(lambda: learner.device.export_handle(0x7F00)) == "not_exportable"
+    with pytest.raises(InvalidTransition, match="not allocated here"):
+        learner.device.free(0x7F00)
+    with pytest.raises(InvalidTransition, match="not open"):
+        learner.device.close_handle(bytes(64))
+
+
+def test_a_closed_device_does_nothing(machine: FakeMachine) -> None:
+    process = start(machine, 0)
+    process.device.close()
+    with pytest.raises(InvalidTransition, match="the device is closed"):
+        process.device.allocate(1)
+
+
+# -- ordinals ------------------------------------------------------------------------------------
+
+
+def test_the_receivers_ordinal_opens_a_gpu_it_cannot_see(
+    machine: FakeMachine, sampler: Process, imported: CudaIpcImport
+) -> None:
+    assert sampler.library.visible == [1]
+    assert list(sampler.library.contexts) == [1]
+    assert not machine.notes
+
+
+def test_the_exporters_ordinal_does_not_exist_on_the_receiver(machine: FakeMachine) -> None:
+    library = machine.process([1])
+    with pytest.raises(CudaError, match="cuDeviceGet: CUDA_ERROR_INVALID_DEVICE") as caught:
+        CudaDriver(library).open_device(1)
+    assert caught.value.code == INVALID_DEVICE
+
+
+def test_a_second_context_on_the_exporters_gpu_is_noted(machine: FakeMachine) -> None:
+    driver = CudaDriver(machine.process([1, 0]))
+    devices = [driver.open_device(ordinal) for ordinal in (0, 1)]
+    assert machine.notes == ["a second context, on GPU 0"]
+    for device in devices:
+        device.close()
+
+
+def test_the_uuid_reads_as_nvml_writes_it(learner: Process) -> None:
+    assert learner.device.uuid == "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0"
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def test_another_layout_is_refused_before_anything_is_opened(
+    sampler: Process, export: CudaIpcExport, manifest: WeightsManifest
+) -> None:
+    for sizes in ((3, 100), (100, 3, 1), (3, 100, 1, 1)):
+        other = make_manifest(*sizes)
+        job = lambda other=other: CudaIpcImport(sampler.device, export.handle, other)  # noqa: E731
+        assert fault_of(job) == "weights_mismatch"
+    short = msgspec.structs.replace(export.handle, num_bytes=export.handle.num_bytes - 1)
+    assert fault_of(lambda: CudaIpcImport(sampler.device, short, manifest)) == "weights_mismatch"
+    assert "cuIpcOpenMemHandle_v2" not in sampler.library.calls
+
+
+def test_a_buffer_with_another_front_is_refused(
+    learner: Process, export: CudaIpcExport, imported: CudaIpcImport
+) -> None:
+    area = export.begin_write()
+    export.end_write(1)
+    learner.device.write(area.address - 64, memoryview(b"OTHER"))
+    learner.device.synchronize()
+    assert fault_of(lambda: imported.view(1)) == "weights_mismatch"
+
+
+def test_mig_is_refused_at_both_ends_before_any_memory() -> None:
+    machine = make_machine()
+    machine.gpus[1].name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+    learner, slice_of_gpu, manifest = start(machine, 0), start(machine, 1), make_manifest(4)
+    assert slice_of_gpu.device.uuid.startswith("MIG-a1a1")
+    assert fault_of(lambda: CudaIpcExport(slice_of_gpu.device, manifest, nothing)) == "mig"
+    assert fault_of(lambda: SelfTestExport(slice_of_gpu.device)) == "mig"
+    export = CudaIpcExport(learner.device, manifest, nothing)
+    for handle in (export.handle, msgspec.structs.replace(export.handle, gpu_uuid="MIG-1")):
+        job = lambda handle=handle: CudaIpcImport(slice_of_gpu.device, handle, manifest)  # noqa: E731
+        assert fault_of(job) == "mig"
+    assert machine.used_bytes(1) == 0
+
+
+@given(size=st.integers(0, 200).filter(lambda size: size != 64))
+def test_a_handle_has_exactly_64_bytes(size: int) -> None:
+    good = CudaIpcHandle(bytes(64), 1, "GPU-1", 0)
+    fields = {**msgspec.to_builtins(good), "type": "CudaIpcHandle", "handle": bytes(size)}
+    assert fault_of(lambda: decode_handle(msgspec.msgpack.encode(fields))) == "bad_handle"
+    with pytest.raises(ValueError, match=f"64 bytes, this one {size}"):
+        msgspec.structs.replace(good, handle=bytes(size))
+
+
+@given(
+    handle=st.binary(min_size=64, max_size=64),
+    num_bytes=st.integers(1, 1 << 62),
+    digest=st.integers(0, (1 << 64) - 1),
+)
+def test_a_handle_survives_the_wire(handle: bytes, num_bytes: int, digest: int) -> None:
+    message = CudaIpcHandle(handle, num_bytes, "GPU-1", digest)
+    assert decode_handle(msgspec.msgpack.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "change", [{"more": 1}, {"num_bytes": 0}, {"num_bytes": "1"}, {"gpu_uuid": 7}, {"type": "Stop"}]
+)
+def test_what_is_not_a_handle_is_refused(change: dict[str, object]) -> None:
+    handle = CudaIpcHandle(bytes(64), 1, "GPU-1", 0)
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(handle)) | change
+    assert fault_of(lambda: decode_handle(msgspec.msgpack.encode(fields))) == "bad_handle"
+    assert fault_of(lambda: decode_handle(b"\xc1junk")) == "bad_handle"
+
+
+def test_full_memory_is_named() -> None:
+    machine = FakeMachine([FakeGpu(bytes(16), num_bytes=1000)])
+    process = start(machine, 0)
+    with pytest.raises(CudaError, match=r"4096 bytes: CUDA_ERROR_OUT_OF_MEMORY .* is full"):
+        process.device.allocate(4096)
+    process.device.close()
+    machine.assert_clean()
+
+
+EXPORTING = ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuMemcpyHtoD_v2", "cuCtxSynchronize"]
+IMPORTING = [
+    "cuInit",
+    "cuDeviceGet",
+    "cuDeviceGetUuid_v2",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent",
+    "cuIpcOpenMemHandle_v2",
+    "cuMemAlloc_v2",
+    "cuMemsetD8_v2",
+    "cuMemcpyDtoD_v2",
+    "cuMemcpyDtoH_v2",
+    "cuCtxSynchronize",
+]
+
+
+@pytest.mark.parametrize("call", EXPORTING)
+def test_an_export_that_fails_names_the_call_and_leaves_nothing(call: str) -> None:
+    machine = make_machine()
+    learner = start(machine, 0)
+    machine.faults.fail[call] = MAP_FAILED
+    with pytest.raises(CudaError, match=f"{call}.*: CUDA_ERROR_MAP_FAILED"):
+        CudaIpcExport(learner.device, make_manifest(4), nothing)
+    if call in EXPORTING[:2]:
+        choice = offer_transport(lambda: learner.device, TEST_BYTES)
+        assert isinstance(choice, TransportChoice)
+        assert "the learner cannot export its memory" in choice.words
+    machine.faults.fail.clear()
+    learner.device.close()
+    machine.assert_clean()
+
+
+@pytest.mark.parametrize("call", IMPORTING)
+def test_every_call_that_fails_at_the_sampler_leads_to_host_memory(call: str) -> None:
+    machine = make_machine()
+    learner, devices = start(machine, 0), []
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    library = machine.process([1])
+
+    def open_device() -> CudaDevice:
+        machine.faults.fail[call] = MAP_FAILED
+        device = CudaDriver(library).open_device(0)
+        devices.append(device)
+        return device
+
+    def order_write(seed: int) -> None:
+        fails, machine.faults.fail = machine.faults.fail, {}
+        offer.write(seed)
+        machine.faults.fail = fails
+
+    choice = choose_transport(open_device, offer.handle, order_write)
+    assert choice.transport == "host"
+    assert f"{call}" in choice.words
+    assert "CUDA_ERROR_MAP_FAILED (205)" in choice.words
+    assert "host shared memory" in choice.words
+    machine.faults.fail.clear()
+    for end in (*devices, offer, learner.device):
+        end.close()
+    if call != "cuCtxSetCurrent":  # then nothing can be given back
+        machine.assert_clean()
+
+
+def test_an_error_without_a_name_is_an_error() -> None:
+    machine = make_machine(faults=Faults(fail={"cuInit": 12345}))
+    with pytest.raises(CudaError, match=r"cuInit: unknown error \(12345\)"):
+        CudaDriver(machine.process([0]))
+
+
+# -- the driver library --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["libnothing-at-all.so.1", "libc.so.6"])
+def test_a_library_that_is_not_the_driver_is_a_named_fault(name: str) -> None:
+    assert fault_of(lambda: load_library(name)) == "no_cuda_driver"
+
+
+def test_every_call_has_its_argument_types_and_a_fake() -> None:
+    calls = {name: call for name, call in vars(DriverLibrary).items() if name.startswith("cu")}
+    assert calls.keys() == cuda_driver._ARGUMENTS.keys()
+    for name, call in calls.items():
+        num_arguments = len(inspect.signature(call).parameters) - 1
+        assert num_arguments == len(cuda_driver._ARGUMENTS[name]), name
+        assert hasattr(FakeLibrary, name)
+
+
+# -- the self-test -------------------------------------------------------------------------------
+
+
+def test_the_self_test_passes_and_pulls_what_was_written_after_the_mapping(
+    machine: FakeMachine, learner: Process, sampler: Process
+) -> None:
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    opened_before = []
+
+    def order_write(seed: int) -> None:
+        opened_before.append("cuIpcOpenMemHandle_v2" in sampler.library.calls)
+        offer.write(seed)
+
+    verdict = self_test(sampler.device, offer.handle, order_write)
+    assert verdict.passed
+    assert verdict.reason == f"3 patterns of {TEST_BYTES} bytes arrived right"
+    assert opened_before == [True] * 3
+    assert SELF_TEST_BYTES >= 64 << 20
+    offer.close()
+    with pytest.raises(InvalidTransition, match="closed"):
+        offer.write(1)
+
+
+@pytest.mark.parametrize(
+    ("peer_copy", "wrong"), [("dropped", ""), ("flipped", "1 of 5000"), ("shifted", "")]
+)
+def test_data_that_differ_are_found_and_explained(peer_copy: str, wrong: str) -> None:
+    machine = make_machine(faults=Faults(peer_copy=peer_copy))  # type: ignore[arg-type]
+    learner, sampler = start(machine, 0), start(machine, 1)
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    choice = choose_transport(lambda: sampler.device, offer.handle, offer.write)
+    assert choice.transport == "host"
+    assert "peer access" in choice.words
+    assert "IOMMU" in choice.words
+    assert wrong in choice.words
+    same = start(machine, 0)
+    assert self_test(same.device, offer.handle, offer.write).passed  # no peer in between
+    for end in (offer, same.device, sampler.device, learner.device):
+        end.close()
+    machine.assert_clean()
+
+
+def test_a_writer_that_does_not_synchronise_fails_the_self_test(
+    learner: Process, sampler: Process
+) -> None:
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    address = offer._address
+    assert address is not None
+
+    def write_only(seed: int) -> None:
+        learner.device.write(address, pattern(seed, 0, TEST_BYTES).data)
+
+    verdict = self_test(sampler.device, offer.handle, write_only)
+    assert not verdict.passed
+    assert verdict.reason.startswith("of pattern 1, ")
+    offer.close()
+
+
+@given(seed=st.integers(0, 1 << 40), start=st.integers(0, 4096), num_bytes=st.integers(0, 300))
+def test_a_pattern_depends_on_position_and_seed(seed: int, start: int, num_bytes: int) -> None:
+    start *= 8
+    whole = pattern(seed, 0, start + num_bytes)
+    assert np.array_equal(pattern(seed, start, num_bytes), whole[start:])
+    if num_bytes >= 64:
+        for other in (pattern(seed + 1, start, num_bytes), pattern(seed, start + 8, num_bytes)):
+            assert np.mean(other == whole[start:]) < 0.2
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+
+def test_a_pair_that_works_gets_cuda_ipc(learner: Process, sampler: Process) -> None:
+    offer = offer_transport(lambda: learner.device, TEST_BYTES)
+    assert isinstance(offer, SelfTestExport)
+    choice = choose_transport(lambda: sampler.device, offer.handle, offer.write)
+    offer.close()
+    assert choice.transport == "cuda_ipc"
+    assert choice.words.startswith("CUDA IPC from GPU-a0a0a0a0")
+
+
+def test_without_a_driver_both_ends_say_so() -> None:
+    def open_device() -> CudaDevice:
+        return CudaDriver(load_library("libnothing-at-all.so.1")).open_device(0)
+
+    offer = offer_transport(open_device)
+    assert isinstance(offer, TransportChoice)
+    handle = CudaIpcHandle(bytes(64), 1, "GPU-1", 0)
+    for choice in (offer, choose_transport(open_device, handle, lambda seed: None)):
+        assert choice.transport == "host"
+        assert "no usable NVIDIA driver" in choice.words
+
+
+@pytest.mark.parametrize("end", ["learner", "sampler"])
+def test_mig_goes_through_the_host(end: str) -> None:
+    machine = make_machine()
+    machine.gpus[0 if end == "learner" else 1].name = "NVIDIA A100 MIG 3g.40gb"
+    learner, sampler = start(machine, 0), start(machine, 1)
+    choice = offer_transport(lambda: learner.device, TEST_BYTES)
+    if isinstance(choice, SelfTestExport):
+        offer = choice
+        choice = choose_transport(lambda: sampler.device, offer.handle, offer.write)
+        offer.close()
+    assert choice.transport == "host"
+    assert "MIG instance" in choice.words
+
+
+def test_a_lost_gpu_and_a_lost_learner_are_not_hidden_by_falling_back(
+    machine: FakeMachine, learner: Process, sampler: Process
+) -> None:
+    def learner_is_gone(seed: int) -> None:
+        raise RunFault("learner_gone", "no answer")
+
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    job = lambda: choose_transport(lambda: sampler.device, offer.handle, learner_is_gone)  # noqa: E731
+    assert fault_of(job) == "learner_gone"
+    machine.faults.fail["cuMemsetD8_v2"] = ILLEGAL_ADDRESS
+    job = lambda: choose_transport(lambda: sampler.device, offer.handle, offer.write)  # noqa: E731
+    assert fault_of(job) == "cuda_context_lost"
+    machine.faults.fail.clear()
+    offer.close()
+    machine.faults.fail["cuMemAlloc_v2"] = OUT_OF_MEMORY
+    assert isinstance(offer_transport(lambda: learner.device), TransportChoice)
+
+
+def test_one_pair_without_peer_access_decides_for_all() -> None:
+    good, bad = TransportChoice("cuda_ipc", "works"), TransportChoice("host", "no peer")
+    assert agree([good, good]) == ("cuda_ipc", "CUDA IPC: all 2 pairs passed the self-test")
+    assert agree([good, bad, good]) == bad
+    assert agree([]).transport == "host"
+
+
+# -- shards --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(
+    shapes=st.lists(
+        st.one_of(
+            st.just(()),
+            st.tuples(st.integers(0, 9)),
+            st.tuples(st.integers(1, 9), st.integers(1, 40)),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    num_ranks=st.integers(1, 4),
+    sampler_index=st.integers(0, 5),
+)
+def test_shards_of_several_learners_are_pulled_into_whole_tensors(
+    shapes: list[tuple[int, ...]], num_ranks: int, sampler_index: int
+) -> None:
+    """FSDP learners on GPUs 0 .., each with its rows; the sampler assembles the model."""
+    machine = make_machine(num_ranks + 1)
+    model = {f"p{i}": torch.randn(shape).bfloat16() for i, shape in enumerate(shapes)}
+    specs = [(name, "bfloat16", tuple(t.shape), t.nbytes) for name, t in model.items()]
+    entries, _ = layout_weights(specs)
+    sampler = start(machine, num_ranks)
+    shards, ends = [], []
+    for rank in range(num_ranks):
+        learner, manifest = start(machine, rank), shard_manifest(entries, num_ranks, rank)
+        export = CudaIpcExport(learner.device, manifest, nothing)
+        content = bytearray(b"\xff" * manifest.num_bytes)  # NaN wherever no row lies
+        for entry, tensor in zip(manifest.entries, model.values(), strict=True):
+            rows = torch.chunk(torch.atleast_1d(tensor), num_ranks) if tensor.numel() else ()
+            if rank < len(rows):
+                raw = rows[rank].reshape(-1).view(torch.uint8).numpy().tobytes()
+                content[entry.offset : entry.offset + entry.num_bytes] = raw
+        publish(learner.device, export, 1, bytes(content))
+        imported = CudaIpcImport(sampler.device, export.handle, manifest)
+        pulled = bytearray(read(sampler.device, imported.view(1)))
+        shards.append(torch.tensor(list(pulled), dtype=torch.uint8))
+        ends += [imported, export, learner.device]
+    plan = assemble(entries, num_ranks, sampler_index)
+    whole = list(pull_tensors(plan, shards, "cpu"))
+    assert [name for name, _ in whole] == list(model)
+    for name, tensor in whole:
+        assert tensor.shape == model[name].shape
+        assert torch.equal(tensor.view(-1), model[name].view(-1))
+    for end in (*ends, sampler.device):
+        end.close()
+    machine.assert_clean()
+
+
+def test_each_rank_has_a_layout_of_its_own() -> None:
+    entries = make_manifest(8, 3).entries
+    hashes = {shard_manifest(entries, m, r).layout_hash for m in (1, 2, 3) for r in range(m)}
+    assert len(hashes) == 6
+
+
+# -- the fake itself -----------------------------------------------------------------------------
+
+MISUSES: dict[str, Callable[[Process, Process], object]] = {
+    "opened a handle twice": lambda learner, sampler: open_raw(sampler, learner, times=2),
+    "opened its own buffer": lambda learner, _: open_raw(learner, learner),
+    "wrote 1 bytes at": lambda learner, _: use_after_free(learner),
+    "where nothing begins": lambda learner, _: [
+        learner.device.synchronize(),
+        learner.library.cuMemFree_v2(1),
+    ],
+    "without a current context": lambda learner, _: in_a_thread(learner.library.cuCtxSynchronize),
+    "closed a buffer of its own": lambda learner, _: learner.library.cuIpcCloseMemHandle(
+        learner.device.allocate(1)
+    ),
+    "once too often": lambda learner, _: [
+        learner.library.cuDevicePrimaryCtxRelease_v2(0) for _ in range(2)
+    ],
+}
+
+
+def open_raw(opener: Process, owner: Process, times: int = 1) -> None:
+    """Open behind the back of CudaDevice, which would refuse."""
+    handle = cuda_driver.IpcHandle.from_buffer_copy(
+        owner.device.export_handle(owner.device.allocate(8))
+    )
+    opener.device.synchronize()
+    for _ in range(times):
+        opener.library.cuIpcOpenMemHandle_v2(ctypes.byref(ctypes.c_uint64()), handle, 1)
+
+
+def use_after_free(process: Process) -> None:
+    address = process.device.allocate(8)
+    process.device.free(address)
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        process.device.write(address, memoryview(b"x"))
+
+
+def in_a_thread(job: Callable[[], object]) -> None:
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_the_fake_notes_what_a_program_may_not_do(misuse: str) -> None:
+    machine = make_machine()
+    MISUSES[misuse](start(machine, 0), start(machine, 1))
+    assert [misuse in violation for violation in machine.violations] == [True]
+    with pytest.raises(AssertionError, match=misuse):
+        machine.assert_clean()
+
+
+@pytest.mark.parametrize("leak", ["allocations", "mappings", "contexts"])
+def test_the_fake_finds_leaks(leak: str) -> None:
+    machine = make_machine()
+    learner, sampler = start(machine, 0), start(machine, 1)
+    address = learner.device.allocate(8)
+    sampler.device.open_handle(learner.device.export_handle(address))
+    if leak != "allocations":
+        learner.device.free(address)
+    if leak == "contexts":
+        sampler.device.close_handle(next(iter(sampler.device._opened)))
+    with pytest.raises(AssertionError, match=f"{leak} leak"):
+        machine.assert_clean()
+
+
+# -- perf/gpu_check.py as far as a CPU goes --------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all"], ["--only", "2", "16"]])
+def test_gpu_check_without_a_gpu_skips_every_line_and_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(arguments) == 0
+    _, *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == {0: 17, 1: 25, 3: 2}[len(arguments)]
+    assert all(line[2:7] == " SKIP" and "no CUDA GPU here" in line for line in lines)
+    result = msgspec.json.decode(last)
+    assert [result[key] for key in ("exact", "copy_ratio", "mfu")] == [None] * 3
+    assert result["num_passed"] == result["num_failed"] == 0
+    assert result["num_skipped"] == len(lines)
+
+
+def test_gpu_check_has_the_17_lines_and_says_what_is_not_built() -> None:
+    assert sorted(int(check.number) for check in gpu_check.CHECKS) == list(range(1, 18))
+    reasons = {check.number: check.run for check in gpu_check.CHECKS if isinstance(check.run, str)}
+    assert reasons.keys() == {"14", "15", "17"}
+    assert all(reason.startswith("not built") for reason in reasons.values())
+
+
+def test_gpu_check_runs_where_only_torch_and_its_friends_are(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "for name in ('xxhash', 'psutil', 'rich', 'tomli_w', 'setproctitle'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['gpu_check.py', '--only', '14']\n"
+        "runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
+    )
+    script = str(Path(gpu_check.__file__))
+    command = [sys.executable, "-c", code, script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "14 SKIP" in done.stdout
+
+
+def test_a_failure_is_never_a_skip_once_ipc_has_worked() -> None:
+    def raised(error: Exception) -> str:
+        def run(_: object) -> None:
+            raise error
+
+        check = gpu_check.Check("0", "", "", "", run)  # type: ignore[arg-type]
+        return gpu_check.run_check(check, gpu_check.Session(Path())).status
+
+    assert raised(CudaError("cuIpcOpenMemHandle_v2", INVALID_HANDLE, "x")) == "FAIL"
+    assert raised(gpu_check.PeerFault("cuIpcOpenMemHandle_v2")) == "FAIL"
+    assert raised(RunFault("torn_weights", "x")) == "FAIL"
+    assert raised(RunFault("unsupported_device", "no packed attention for cuda:0")) == "SKIP"
+    assert raised(gpu_check.Unavailable("no CUDA IPC on this machine")) == "SKIP"
+
+
+def test_another_process_without_a_driver_says_so_and_can_be_killed() -> None:
+    other = gpu_check.Peer()
+    with pytest.raises(gpu_check.PeerFault, match="no_cuda_driver"):
+        other.call("export", 1, 1)
+    other.kill()
+    with pytest.raises((EOFError, ConnectionError)):
+        other.call("export", 1, 1)
+    other.stop()
+
+
+def test_the_commands_of_the_other_process(
+    learner: Process, sampler: Process, monkeypatch: pytest.MonkeyPatch, manifest: WeightsManifest
+) -> None:
+    """The loop of the other process, in a thread, with the fake driver."""
+    monkeypatch.setattr(gpu_check, "open_device", lambda: sampler.device)
+    other = object.__new__(gpu_check.Peer)
+    other.pipe, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=gpu_check.serve_peer, args=(theirs,))
+    thread.start()
+    offer = SelfTestExport(learner.device, TEST_BYTES)
+    assert other.call("self_test", offer.handle, answer=offer.write)[0]
+    assert other.call("map", offer.handle) >= 0
+    other.call("unmap", offer.handle)
+    offer.close()
+    export = CudaIpcExport(learner.device, manifest, nothing)
+    digest = publish(learner.device, export, 1, b"\x01" * manifest.num_bytes)
+    other.call("open", export.handle, manifest)
+    assert other.call("pull", 1) == digest
+    with pytest.raises(gpu_check.PeerFault, match="torn_weights"):
+        other.call("pull", 1, True, answer=lambda _: export.begin_write() and None)
+    with pytest.raises(gpu_check.PeerFault, match="AttributeError"):
+        other.call("nonsense")
+    other.call("close")
+    export.close()
+    theirs_end = other.call("export", 16, 0x5A)
+    address = learner.device.open_handle(theirs_end.handle)
+    assert read(learner.device, DeviceArea(address, 16, 0)) == b"\x5a" * 16
+    learner.device.close_handle(theirs_end.handle)
+    other.pipe.close()
+    thread.join()
+    for address in list(sampler.device._allocated):
+        sampler.device.free(address)
+
+
+def test_publications_are_counted_right_and_both_controls_see_what_is_broken() -> None:
+    for peer_copy, torn in (("right", 0), ("flipped", 4)):
+        machine = make_machine(faults=Faults(peer_copy=peer_copy))  # type: ignore[arg-type]
+        learner, sampler, manifest = start(machine, 0), start(machine, 1), make_manifest(500)
+        export = CudaIpcExport(learner.device, manifest, nothing)
+        imported = CudaIpcImport(sampler.device, export.handle, manifest)
+        late: list[Callable[[], object]] = []
+
+        def fill(area: DeviceArea, version: int, device: CudaDevice = learner.device) -> None:
+            device.fill(area.address, version, area.num_bytes)
+            device.synchronize()
+
+        def fill_late(area: DeviceArea, version: int, fill: Fill = fill, late: Late = late) -> None:
+            late.append(lambda: fill(area, version))
+
+        def pull(version: int, device: CudaDevice = sampler.device, end: Any = imported) -> int:
+            return gpu_check.pull(device, end, version)
+
+        def pull_late(version: int, pull: Callable[[int], int] = pull, late: Late = late) -> int:
+            late.pop()()
+            return pull(version)
+
+        assert gpu_check.publish_many(export, fill, pull, range(4)) == torn
+        if not torn:
+            broken = lambda between, d=sampler.device, i=imported: gpu_check.pull(d, i, 1, between)  # noqa: E731
+            assert gpu_check.detects_ignored_lease(export, fill, broken)
+            assert not gpu_check.detects_ignored_lease(export, fill, lambda between, p=pull: p(1))
+            assert gpu_check.detects_skipped_wait(export, fill_late, pull_late)
+            assert not gpu_check.detects_skipped_wait(export, fill, pull)
+        for end in (imported, export, learner.device, sampler.device):
+            end.close()
+        machine.assert_clean()
+
+
+def test_virtual_shards_are_exact_and_a_wrong_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(9, 5), (3,), (2, 4), (70, 3)]
+    entries, _ = layout_weights(
+        [(f"p{i}", "bfloat16", shape, 2 * math.prod(shape)) for i, shape in enumerate(shapes)]
+    )
+
+    def found(num_ranks: int) -> gpu_check.ShardFigures:
+        return gpu_check.pull_virtual_shards(entries, num_ranks, "cpu", lambda job: 1.0)
+
+    assert all(found(num_ranks).exact for num_ranks in range(1, 8))
+    monkeypatch.setattr(gpu_check, "assemble", lambda *_, sampler: assemble(entries, 4)[::-1])
+    assert not found(4).exact
+
+
+def test_word_patterns_find_one_wrong_byte() -> None:
+    target = torch.zeros(8000, dtype=torch.uint8)
+    gpu_check.fill_words(target, 3)
+    assert gpu_check.num_wrong_words(target, 3) == 0
+    assert gpu_check.num_wrong_words(target, 4) > 900
+    target[4321] += 1
+    assert gpu_check.num_wrong_words(target, 3) == 1
+
+
+def test_attention_checks_see_a_leak() -> None:
+    lengths = gpu_check.document_lengths(200, 4)
+    assert sum(lengths) == 200
+    assert sorted(lengths, reverse=True) == lengths
+    assert lengths[-1] == 1
+    plan = plan_attention(lengths)
+    inputs = [torch.randn(1, heads, 200, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+    def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return packed_attention(torch.nn.Module(), query, key, value, None, pack=plan)[0]
+
+    def leaking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    output = packed(*inputs)
+    upstream = torch.randn_like(output)
+    expected, expected_grads = gpu_check.attend_by_document(lengths, inputs, upstream)
+    assert torch.allclose(output, expected, atol=1e-5)
+    for grad, wanted in zip(
+        torch.autograd.grad(output, inputs, upstream), expected_grads, strict=True
+    ):
+        assert torch.allclose(grad, wanted, atol=1e-4)
+    plain = [tensor.detach() for tensor in inputs]
+    assert gpu_check.leaking_documents(packed, lengths, plain) == 0
+    assert gpu_check.leaking_documents(leaking, lengths, plain) > 0
+
+
+def test_the_learner_checks_measure_the_product() -> None:
+    groups = gpu_check.make_groups(2, 16, 40, -3.7)
+    assert sum(len(group.tokens) for group in groups) == 2 * 8 * 16
+    assert gpu_check.step_seconds(WARM_MODEL, "cpu", groups, 1) > 0
+    found = gpu_check.parity(WARM_MODEL, "cpu", 8, 16)
+    assert 8 <= found.num_tokens <= 8 * 16
+    assert found.max_difference < 5e-5
+    assert found.rms_difference < 5e-5
