@@ -567,11 +567,9 @@ class SchedulerCore:
         self._pending = None
         rule = self.settings.rule
         taken = rule.groups_per_batch - self.pacing.left
-        if self.pacing.left > 0 and taken >= rule.groups_per_batch // self.settings.num_substeps:
+        if taken >= rule.groups_per_batch // self.settings.num_substeps:
             self._hand_over(pending, self.pacing.close_short())
-            self._out.append(ToLearner(EndOfData("interrupted")))
-            return
-        if self.pacing.left > 0:
+        else:
             for group_id in self.pacing.hand_back():
                 self._record("handed_back", self._groups[group_id], step=self.pacing.step)
         self._out.append(ToLearner(EndOfData("interrupted")))

@@ -14,6 +14,7 @@ overwrite its buffer as soon as `fetch` has returned.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash
 
 _NAMES_SHOWN = 5
+
+# At every load vLLM warns of modules for which nothing comes: the rotary table, which is put back
+# as it was, and a tied head (see _renew_tied_heads). check_names is stricter, and not a warning.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: "Failed to load weights" not in str(record.msg)
+)
 
 
 class FlatImport(Protocol):

@@ -38,6 +38,7 @@ from asyncrl_node.messages import (
     SamplerFault,
     WeightNotice,
     WeightRequest,
+    WeightsHello,
 )
 from asyncrl_node.transport.channel import Dealer, Peer, Router, endpoint
 
@@ -141,7 +142,12 @@ class Courier:
                     self._orders.put(order)
                 while (received := samplers.receive()) is not None:
                     peer, request = received
-                    self._incarnations[peer.number] = peer.incarnation
+                    if (peer.number, peer.incarnation) != (request.sampler, request.incarnation):
+                        log.warning("dropped a request of %s in another's name: %s", peer, request)
+                        continue
+                    if isinstance(request, WeightsHello):
+                        known = self._incarnations.get(peer.number, 0)
+                        self._incarnations[peer.number] = max(known, peer.incarnation)
                     self._handle(request, scheduler, samplers)
                 self._handle(Tick(), scheduler, samplers)
         finally:

@@ -194,6 +194,7 @@ class LearnerProcess:
         for group, told in zip(groups, batch.groups, strict=True):
             if (group.problem, group.epoch) != (told.problem, told.epoch):
                 raise RunFault("wrong_slot", f"{told} holds problem {group.problem}")
+        self._records.check(step, groups)
         return groups, batch.closes
 
     def _wait_for_batch(self) -> Batch | None:

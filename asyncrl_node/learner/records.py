@@ -59,7 +59,7 @@ class StalenessSums:
 
 
 class TrainedRecords:
-    """Writes trained.jsonl and checks the bound once more, at the point of use."""
+    """Checks the bound once more, at the point of use, and writes trained.jsonl."""
 
     def __init__(self, path: Path, bound: int | None, run_attempt: int) -> None:
         self._file = RowFile(path)
@@ -67,8 +67,19 @@ class TrainedRecords:
         self._run_attempt = run_attempt
         self.staleness = StalenessSums()
 
+    def check(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Check the bound in the data, before anything is trained. Raises: RunFault."""
+        for group in groups:
+            oldest = int(group.policy_versions[group.loss_mask].min())
+            if self._bound is not None and step - oldest > self._bound:
+                raise RunFault(
+                    "bound_broken",
+                    f"group {group.group_id} (problem {group.problem}) holds a token of version "
+                    f"{oldest} in step {step}: staler than {self._bound} steps",
+                )
+
     def add(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Record groups as trained in `step`. Raises: RunFault("bound_broken")."""
+        """Record groups as trained in `step`."""
         for group in groups:
             versions = group.policy_versions[group.loss_mask]
             row = TrainedRow(
@@ -82,8 +93,6 @@ class TrainedRecords:
                 num_tokens=len(versions),
                 run_attempt=self._run_attempt,
             )
-            if self._bound is not None and step - row.version_min > self._bound:
-                raise RunFault("bound_broken", f"{row} is staler than {self._bound} steps")
             self.staleness.add(step, versions)
             self._file.write(row)
 

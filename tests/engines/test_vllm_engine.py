@@ -404,6 +404,7 @@ def test_abort_keeps_the_partial(rig: Rig):
         rig.engine.abort(numbers[3])  # paused
         late = rig.submit([1, 2, 3], 5)
         later = rig.submit([1, 2, 3], 5)
+        await asyncio.sleep(0)
         rig.engine.abort(later)  # while it waits for the swap
         new = await loading
         completions = await rig.completions()

@@ -95,13 +95,13 @@ def test_the_bound_is_checked_at_the_point_of_use(
     records = TrainedRecords(tmp_path / "trained.jsonl", bound, 0)
     group = make_group(1, [[-1, 9, 9], [-1, 9, 3, 9]])
     if broken:
-        with pytest.raises(RunFault, match="group=1") as caught:
-            records.add(step, [group])
+        with pytest.raises(RunFault, match="group 1 ") as caught:
+            records.check(step, [group])
         assert caught.value.name == "bound_broken"
     else:
-        records.add(step, [group])
+        records.check(step, [group])
     records.close()
-    assert len(rows_of(tmp_path / "trained.jsonl")) == (not broken)
+    assert rows_of(tmp_path / "trained.jsonl") == []
 
 
 def test_without_a_bound_nothing_is_too_old(tmp_path: Path) -> None:
