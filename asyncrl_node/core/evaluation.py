@@ -52,6 +52,11 @@ class Evaluations:
         """Rollouts that are not in yet."""
         return sum(len(e.open) for e in self._running.values())
 
+    def holders(self) -> str:
+        """Name the samplers that hold open rollouts."""
+        samplers = sorted(set(self._holder.values()))
+        return ", ".join(f"sampler {sampler}" for sampler in samplers)
+
     def begin(self, evaluation: int, step: int, min_version: int) -> None:
         """Queue one rollout of every held-out problem."""
         assert evaluation not in self._running

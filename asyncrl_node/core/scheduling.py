@@ -200,6 +200,8 @@ class SchedulerCore:
         self._gauges: Gauges | None = None
         """Read right after the newest publication, for the row of its step."""
         self._draining = False
+        self._phase_watch: tuple[str, float, float] = ("", 0.0, 0.0)
+        """Phase, since when, when it was last warned of."""
         self._out: list[Instruction] = []
 
     # -- events ------------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class SchedulerCore:
             self._fill(now_s)
             self._answer_take(now_s)
             self._warn(now_s)
+            self._warn_phase(now_s)
         out, self._out = self._out, []
         return out
 
@@ -668,6 +671,27 @@ class SchedulerCore:
                 f"rollout_timeout_s (now {self.settings.rollout_timeout_s:g} s)"
             )
         self._out.append(ToLauncher(Warned(text)))
+
+    def _warn_phase(self, now_s: float) -> None:
+        """Name a start or an evaluation that lasts; training takes what it takes."""
+        phase, since_s, warned_s = self._phase_watch
+        if phase != self.phase:
+            self._phase_watch = (self.phase, now_s, now_s)
+            return
+        if now_s - warned_s < self.settings.warn_every_s:
+            return
+        self._phase_watch = (phase, since_s, now_s)
+        if phase == "starting":
+            text = "the learner has not reported yet; see logs/learner.log"
+        elif phase == "evaluating" and self.evaluations.num_open:
+            text = (
+                f"the learner waits for {self.evaluations.num_open} held-out rollouts on "
+                f"{self.evaluations.holders() or 'no sampler'}; if these never end, set "
+                f"rollout_timeout_s (now {self.settings.rollout_timeout_s:g} s)"
+            )
+        else:
+            return
+        self._out.append(ToLauncher(Warned(f"for {now_s - since_s:.0f} s {text}")))
 
 
 def _sampler_status(link: SamplerLink) -> SamplerStatus:

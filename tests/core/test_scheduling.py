@@ -786,6 +786,27 @@ def test_nobody_is_warned_while_the_learner_trains(core):
     assert world.core.status().learner == "training"
 
 
+def test_an_evaluation_that_lasts_is_named_with_its_samplers(core):
+    world = by_hand(core, PacingRule(1, 0, 0), warn_every_s=10.0, eval_problems=3)
+    world.begin().run()
+    world.core._pending = None
+    world.handle(RequestEvaluation(7, 0, 0))
+    (text,) = world.tick(10.0)
+    assert text.startswith("for 10 s the learner waits for 3 held-out rollouts on sampler 0;")
+    assert "set rollout_timeout_s (now 3600 s)" in text
+    assert world.tick(15.0) == []
+    world.die(0)
+    (text,) = world.tick(20.0)
+    assert "3 held-out rollouts on no sampler" in text
+
+
+def test_a_learner_that_never_reports_is_named(core):
+    world = World(core, PacingRule(1, 0, 0), warn_every_s=10.0)
+    assert world.tick(0.0) == []
+    (text,) = world.tick(10.0)
+    assert text == "for 10 s the learner has not reported yet; see logs/learner.log"
+
+
 # -- the end --------------------------------------------------------------------------------------
 
 
