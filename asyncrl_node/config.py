@@ -81,6 +81,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Optimizer updates per batch; one version is published after the last."""
     num_minibatches: int = 1
     """Forward/backward passes per optimizer update; the gradient does not depend on it."""
+    parity_limit: float | None = 5e-5
+    """Largest difference of sampler and learner log-probability before the first update."""
     micro_batch_tokens: int = 8192
     """Most tokens in one forward pass; one longer rollout is passed alone."""
 

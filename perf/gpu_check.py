@@ -1056,7 +1056,7 @@ def step_seconds(
     times = []
     for step in range(1 + num_steps):
         start = time.perf_counter()
-        trainer.accumulate(groups, step)
+        trainer.accumulate(groups, 1 + step)  # the log-probabilities are of no version
         trainer.update()
         trainer.finish_step()  # reads numbers back, so the GPU is done
         times.append(time.perf_counter() - start)

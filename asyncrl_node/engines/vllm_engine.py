@@ -146,7 +146,7 @@ class VllmEngine(Engine):
     """See `engines.base.Engine` and `SharedMemoryLoader`.
 
     Make it on the main thread, inside the loop that will use it: vLLM's processes die with the
-    thread that made them (vllm_plugin.py). It takes about 12 s, during which the loop stands.
+    thread that made them (vllm_plugin.py). It takes 12 s or more, during which the loop stands.
     """
 
     def __init__(self, model_dir: Path, settings: VllmSettings) -> None:

@@ -56,6 +56,7 @@ from asyncrl_node.learner.attention import (
 )
 from asyncrl_node.learner.logprobs import head_logprobs
 from asyncrl_node.learner.loss import TokenLoss, importance_sampling_loss, ppo_loss
+from asyncrl_node.learner.parity import ParityGate
 from asyncrl_node.messages import WeightEntry
 
 Model = Any
@@ -240,6 +241,7 @@ class Trainer:
         self._sums = _StepSums()
         self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
+        self._parity = ParityGate(config.parity_limit)
         self._prove_packing()
 
     def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
@@ -257,6 +259,7 @@ class Trainer:
             if self._sums.num_updates:
                 same.zero_()
             self._sums.add_tokens(pack, loss, logprobs, entropies, same)
+            self._compare(pack, logprobs, same, groups)
             self._pending_tokens += len(pack.targets)
         self._pending += groups
 
@@ -265,9 +268,11 @@ class Trainer:
 
         Constant groups count in the mean, with zero. Without any loss token nothing happens.
 
-        Raises: RunFault naming the group with a gradient that is not finite; no weight has moved.
+        Raises: RunFault naming the group with a gradient that is not finite, or "parity" before
+        the first update; no weight has moved.
         """
         if self._pending_tokens:
+            self._parity.check()
             norm = self._grad_norm() / self._pending_tokens
             if not isfinite(norm):
                 raise RunFault("non_finite", self._gradient_story())
@@ -407,6 +412,15 @@ class Trainer:
         if has_signal:
             torch.autograd.backward(loss.total)
         return loss, logprobs, entropies
+
+    def _compare(
+        self, pack: _Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
+    ) -> None:
+        """Show the parity gate the tokens that the weights in use have sampled."""
+        if self._num_updates == 0:
+            places = pack.places[same.cpu().numpy()].tolist()
+            named = [groups[place].group_id for place in places]
+            self._parity.add(pack.targets[same], pack.sampler_logprobs[same], logprobs[same], named)
 
     def _score(self, pack: _Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a pack's N targets."""

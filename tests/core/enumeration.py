@@ -44,20 +44,9 @@ BASE = 1000
 """`published` of every thawed state; any number would do."""
 
 FIELDS = {
-    "rule",
-    "published",
-    "step",
-    "left",
-    "exhausted",
-    "_groups",
-    "_untaken",
-    "_completed",
-    "_num_completed",
-    "_taken",
-    "_num_taken",
-    "_reserved_bytes",
-    "_story",
-}
+    "rule", "published", "step", "left", "exhausted", "_groups", "_untaken", "_completed",
+    "_num_completed", "_taken", "_num_taken", "_reserved_bytes", "_story",
+}  # fmt: skip
 """The fields of a Pacing; a new one must be thawed too (see `test_the_key_knows_every_field`)."""
 
 
@@ -133,7 +122,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.setting!s:34s} {self.states:8d} states {self.transitions:9d} transitions "
-            f"worst staleness {self.worst_staleness} "
+            f"worst staleness {'-' if self.setting[2] is None else self.worst_staleness} "
             f"{self.waits_for_stragglers:6d} waits {self.cpu_s:6.1f} s"
         )
 
@@ -486,7 +475,7 @@ class Graph:
         self.ends: dict[int, set[int]] = {n: set() for n in setting.takes}
         """States that answer take(n) with EndOfTraining."""
         self.resumable: set[tuple[int, ...]] = set()
-        """Completed groups of states right after a publication or a hand back: checkpoints."""
+        """The completed groups of checkpoints that are known to be resumable."""
         self.transitions = 0
         self.worst_staleness = 0
         self.waits = 0
@@ -606,15 +595,19 @@ class Graph:
             assert len(key.first) == self.batch, "a closed batch that is not whole"
         if key.left == self.batch and not key.ahead:
             assert taken == 0, "slots held after publication"
-            if key.completed not in self.resumable:
-                resumed = self.freezer.resume(key.completed)
-                assert resumed is not None, "a checkpoint of what is completed cannot be resumed"
-                self.resumable.add(key.completed)
+            self.check_checkpoint(key.completed)
         if self.setting.num_steps is not None and not self.setting.carry:
             assert len(untaken) <= self._places(key), "a group that can never be trained"
         gauges = pacing.gauges()
         assert gauges == (len(key.flight), len(key.completed), taken)
         assert gauges.outstanding == pacing.num_outstanding == len(untaken) + taken
+
+    def check_checkpoint(self, completed: tuple[int, ...]) -> None:
+        """What is completed right after a publication or a hand back can be carried over."""
+        if completed not in self.resumable:
+            resumed = self.freezer.resume(completed)
+            assert resumed is not None, "a checkpoint cannot be resumed"
+            self.resumable.add(completed)
 
     def _places(self, key: Key) -> int:
         """Places of this and all later batches up to the step limit."""
@@ -872,19 +865,25 @@ class _World:
             )
 
     def close_short(self) -> None:
-        """Shutdown after the first update: the batch closes, is trained and published; the end."""
-        key = self.key
-        pacing = self.thaw()
-        pacing.close_short()
+        """Shutdown after the first update: what is whole fills the batch, which ends the run.
+
+        A resume must be able to train the rest in time. What is in flight is sampled anew.
+        """
+        key, graph = self.key, self.graph
+        pacing = self.thaw(range(self.num_flight, self.num_untaken))
+        answer = pacing.close_short()
+        assert answer.closes_batch
         assert pacing.left == 0
-        in_flight, completed, taken = pacing.gauges()
+        filled = [pacing.group(group_id).source - BASE for group_id in answer.group_ids]
+        assert filled == [source_of(code) for code in key.completed[: key.left]], "the stalest"
+        assert graph.bound is None or all(key.ahead - s <= graph.bound for s in filled)
         freed = len(pacing.publish(BASE + 1))
         if key.ahead:
             assert pacing.left == 0, "the short batch is open again"
             freed += len(pacing.publish(BASE + 2))
-        assert freed == taken, "freed by the publications"
-        assert pacing.gauges() == (in_flight, completed, 0)
-        assert in_flight == len(key.flight), "nobody in flight is trained"
+        assert freed == len(key.first) + len(key.second) + len(filled), "freed by publications"
+        assert pacing.gauges() == (len(key.flight), len(key.completed) - len(filled), 0)
+        graph.check_checkpoint(self.freezer.freeze(pacing).completed)
 
     def publications(self) -> Iterator[Event]:
         key = self.key

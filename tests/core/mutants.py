@@ -514,6 +514,18 @@ PACING_MUTANTS = (
         "",
     ),
     Mutant(
+        "a short batch leaves whole groups behind",
+        PACING,
+        "return self._take(self._stalest(min(self.left, self._num_completed)), closes=True)",
+        "return self._take([], closes=True)",
+    ),
+    Mutant(
+        "a short batch is overfilled",
+        PACING,
+        "self._stalest(min(self.left, self._num_completed))",
+        "self._stalest(self._num_completed)",
+    ),
+    Mutant(
         "a take of what does not divide the batch",
         PACING,
         "0 < num_groups <= self.left and self.rule.groups_per_batch % num_groups == 0,",
@@ -787,6 +799,30 @@ SCHEDULING_MUTANTS = (
         SCHEDULING,
         "if len(link.groups) < link.max_groups:",
         "if True:",
+    ),
+    Mutant(
+        "outdated entries of idle samplers pile up",
+        SCHEDULING,
+        "if len(self._idle) > 4 * len(self._links) + 16:",
+        "if len(self._idle) < 0:",
+    ),
+    Mutant(
+        "an idle sampler is forgotten when the heap is swept",
+        SCHEDULING,
+        "links = (k for k in self._links.values() if len(k.groups) < k.max_groups)",
+        "links = (k for k in self._links.values() if k is link)",
+    ),
+    Mutant(
+        "an evaluation that lasts is not named",
+        SCHEDULING,
+        'elif phase == "evaluating" and self.evaluations.num_open:',
+        'elif phase == "evaluating" and not self.evaluations.num_open:',
+    ),
+    Mutant(
+        "a phase is warned of at every event",
+        SCHEDULING,
+        "        self._phase_watch = (phase, since_s, now_s)\n",
+        "",
     ),
     Mutant(
         "evaluation of a lost sampler is forgotten",

@@ -549,15 +549,56 @@ def test_copy_refuses_what_is_not_exactly_the_model(any_rig: Rig):
     rig.run(test)
 
 
+def test_broken_weights_end_serve_and_fail_no_request(rigs: Callable[[str], Rig]):
+    """From here on, each test ends the engine that it uses."""
+    rig = rigs("qwen3_untied")
+
+    async def main() -> None:
+        rig.begin()
+        serving = asyncio.create_task(rig.engine.serve())
+        version = rig.next_version
+        rig.learner.publish(version)
+        area = rig.learner._export.begin_write()
+        torch.frombuffer(area, dtype=torch.uint8).view(torch.float32).fill_(torch.nan)
+        rig.learner._export.end_write(version)
+        await rig.engine.copy_weights(version)
+        await rig.engine.use_weights(version)
+        rig.submit([1, 2, 3], 5)
+        with pytest.raises(RunFault, match=f"not_finite: the weights of versions .{version}."):
+            await asyncio.wait_for(serving, 10)
+        assert not rig.tasks[0].done()
+        rig.engine.close()
+        assert await rig.completions() == [Completion([], [], [], "abort")]
+
+    rig._runner.run(main())
+
+
+def test_close_ends_everything_as_aborted(rig: Rig):
+    async def main() -> None:
+        rig.begin()
+        serving = asyncio.create_task(rig.engine.serve())
+        numbers = rig.submit_ragged(20, 250)
+        await rig.until_started(numbers[:3])
+        began_s = time.monotonic()
+        rig.engine.close()
+        rig.engine.close()
+        completions = await asyncio.wait_for(rig.completions(), 5)
+        assert time.monotonic() - began_s < 5
+        assert completions == [Completion([], [], [], "abort")] * 20
+        serving.cancel()
+
+    rig._runner.run(main())
+
+
 def engine_process() -> psutil.Process:
-    """The engine process made last."""
+    """The only one left."""
     children = psutil.Process().children(recursive=True)
-    engines = [child for child in children if "EngineCore" in child.name() + str(child.cmdline())]
-    return max(engines or children, key=lambda process: process.create_time())
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    (engine,) = [child for child in alive if any("EngineCore" in w for w in child.cmdline())]
+    return engine
 
 
 def test_a_dead_engine_process_ends_serve_and_fails_no_request(rigs: Callable[[str], Rig]):
-    """Last: it ends the engine that was made last."""
     rig = rigs("qwen2")
 
     async def main() -> None:

@@ -50,7 +50,8 @@ MODELS = {
     "granite": GraniteConfig(**SIZES, logits_scaling=8.0),
 }
 SUPPORTED = ["qwen3_tied", "qwen3_untied", "llama", "qwen2"]
-CONFIG = LearnerConfig(warmup_steps=0, max_grad_norm=1e9)
+# The gate has tests of its own; here log-probabilities are made up.
+CONFIG = LearnerConfig(warmup_steps=0, max_grad_norm=1e9, parity_limit=None)
 VERSION = 5
 
 
@@ -342,7 +343,7 @@ def test_the_rewarded_rollout_becomes_likelier(model_dir, loss):
 
 
 def test_the_update_is_adamw_on_the_clipped_mean_gradient(model_dir):
-    config = LearnerConfig(warmup_steps=4, max_grad_norm=0.05, weight_decay=0.1)
+    config = LearnerConfig(warmup_steps=4, max_grad_norm=0.05, weight_decay=0.1, parity_limit=None)
     trainer = Trainer(config, model_dir, 1.0, seed=0)
     names = [name for name, _ in trainer.named_weights()]
     twins = [tensor.clone().requires_grad_() for _, tensor in trainer.named_weights()]
@@ -502,7 +503,7 @@ def step(trainer, seed):
 
 
 def test_two_steps_and_two_more_after_a_restart_equal_four(model_dir, tmp_path):
-    config = LearnerConfig(warmup_steps=6)
+    config = LearnerConfig(warmup_steps=6, parity_limit=None)
     straight = Trainer(config, model_dir, 1.0, seed=0)
     metrics = [step(straight, seed) for seed in range(4)]
     first = Trainer(config, model_dir, 1.0, seed=0)
@@ -576,6 +577,17 @@ def test_weights_do_not_live_in_the_file_they_came_from(model_dir, tmp_path):
 def test_dropout_is_off(model_dir):
     trainer = Trainer(CONFIG, model_dir, 1.0, seed=0)
     assert not any(module.training for module in trainer._model.modules())
+
+
+def test_the_parity_gate_closes_before_anything_moves(model_dir):
+    """The same groups, judged: their made-up log-probabilities are another model's."""
+    trainer = Trainer(LearnerConfig(warmup_steps=0), model_dir, 1.0, 0)
+    before = weights(trainer)
+    trainer.accumulate(make_groups(), VERSION)
+    with pytest.raises(RunFault) as caught:
+        trainer.update()
+    assert caught.value.name == "parity"
+    assert_same(weights(trainer), before, 0.0)
 
 
 def test_nothing_is_printed(model_dir, tmp_path, capfd):

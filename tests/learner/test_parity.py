@@ -1,0 +1,57 @@
+"""The parity gate: refuses to train on another model's log-probabilities."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from asyncrl_node.errors import RunFault
+from asyncrl_node.learner.parity import ParityGate
+
+
+def scored(difference: float, count: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(count)
+    sampler = torch.full((count,), -1.0)
+    learner = sampler.clone()
+    learner[3] -= difference
+    return tokens, sampler, learner
+
+
+def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    gate = ParityGate(5e-5)
+    gate.add(*scored(1e-6), [4] * 8)
+    with caplog.at_level(logging.INFO):
+        gate.check()
+    assert "parity gate: log-probabilities of 8 tokens" in caplog.text
+    assert "token 3 of group 4" in caplog.text
+
+
+@pytest.mark.parametrize("difference", [1e-3, float("nan")])
+def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -> None:
+    gate = ParityGate(5e-5)
+    gate.add(*scored(0.0), [1] * 8)
+    gate.add(*scored(difference), [2] * 8)
+    with pytest.raises(RunFault, match=r"token 3 of group 2.*learner\.parity_limit") as caught:
+        gate.check()
+    assert caught.value.name == "parity"
+
+
+def test_it_judges_only_before_the_first_update() -> None:
+    gate = ParityGate(5e-5)
+    gate.check()  # nothing of the weights in use has been seen: still closed
+    gate.add(*scored(0.0), [1] * 8)
+    gate.check()
+    gate.add(*scored(1.0), [2] * 8)
+    gate.check()
+
+
+def test_none_switches_it_off() -> None:
+    gate = ParityGate(None)
+    gate.add(*scored(1.0), [1] * 8)
+    gate.check()
+    strict = ParityGate(0.5)
+    strict.add(*scored(1.0), [1] * 8)
+    with pytest.raises(RunFault):
+        strict.check()
