@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
@@ -45,7 +46,8 @@ class ParityGate:
         """Count N tokens sampled by the weights in use; log-probabilities [N], group of each."""
         if self._open or not len(tokens):
             return
-        differences = (learner.detach() - sampler).abs()
+        learner = learner.detach()
+        differences = (learner - sampler).abs().nan_to_num(nan=inf)
         self._sum += float(differences.sum())
         self._count += len(differences)
         for place in differences.topk(min(_NUM_WORST, len(differences))).indices.tolist():
@@ -75,7 +77,7 @@ class ParityGate:
             f"{highest:.2e} at most and {self._sum / self._count:.2e} on average; worst: {worst}"
         )
         log.info("parity gate: %s", story)
-        if self._limit is not None and not highest <= self._limit:
+        if self._limit is not None and highest > self._limit:
             raise RunFault(
                 "parity",
                 f"{story}; the limit is {self._limit:g}, and learner.parity_limit raises it "
