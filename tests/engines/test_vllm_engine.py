@@ -156,8 +156,8 @@ class Rig:
         self._runner = runner
         config = CONFIGS[kind]()
         config.save_pretrained(folder)
-        self.learner = Learner(config, Path(f"/dev/shm/arl-test-{os.getpid()}-{kind}"))
         self.engine: VllmEngine = runner.run(self._make(folder))
+        self.learner = Learner(config, Path(f"/dev/shm/arl-test-{os.getpid()}-{kind}"))
         self.engine.open_weights(self.learner.manifest, self.learner.path)
         self.next_version = 1
         self._next_request = 0
@@ -179,7 +179,7 @@ class Rig:
     async def _run(self, test: Callable[[], Awaitable[None]]) -> None:
         serving = asyncio.create_task(self.engine.serve())
         testing = asyncio.create_task(self._test(test))
-        await asyncio.wait([serving, testing], timeout=40, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([serving, testing], timeout=60, return_when=asyncio.FIRST_COMPLETED)
         for task in (testing, serving):
             if task.done():
                 task.result()
