@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl_node.config import Config
 from asyncrl_node.core.pacing import PacingRule
 from asyncrl_node.engines.fake_engine import read_latencies
+from asyncrl_node.engines.vllm_engine import CPU_INSTALL
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.run_directory import SHM_FOLDER
 from asyncrl_node.tasks.base import Task
@@ -212,7 +213,10 @@ def check_machine(config: Config) -> None:
 
 def _check_gpus(config: Config) -> None:
     if engine_of(config) == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ConfigError("engine", f"vllm is not installed: {VLLM_INSTALL}", config.engine)
+        install = VLLM_INSTALL if config.gpus else CPU_INSTALL
+        raise ConfigError("engine", f"vllm is not installed: {install}", config.engine)
+    if not config.gpus:
+        return
     have = count_gpus()
     rule = f"must be at most the GPUs of this machine, {have}"
     wanted = int(config.gpus) if config.gpus.isdigit() else 1

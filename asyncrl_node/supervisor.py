@@ -17,6 +17,7 @@ import zmq
 from asyncrl_node.cli import parse_command_line
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import encode_config
+from asyncrl_node.engines.vllm_engine import vllm_environment
 from asyncrl_node.errors import (
     EXIT_INTERRUPTED,
     EXIT_RUN_FAULT,
@@ -44,6 +45,7 @@ from asyncrl_node.plan import (
     check_machine,
     check_run_dir,
     describe,
+    engine_of,
     loss_notes,
     num_samplers,
     run_slot_bytes,
@@ -67,7 +69,10 @@ _END_WITHIN_S = 15.0
 class Child:
     """One process of the run."""
 
-    def __init__(self, name: str, command: list[str], directory: RunDirectory) -> None:
+    def __init__(
+        self, name: str, command: list[str], directory: RunDirectory, more: dict[str, str]
+    ) -> None:
+        """Start it; `more` is added to its environment."""
         self.name = name
         with (directory.logs / f"{name}.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -75,7 +80,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment() | more,
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
             )
 
@@ -121,7 +126,9 @@ class Supervisor:
 
         `signals` grows with every request to end: the first drains, the second kills.
         """
+        self._config = config
         self._directory = directory
+        self._runtime = runtime
         self._show = show
         self._zmq = zmq.Context()
         address = endpoint(Path(runtime.sockets_dir), "scheduler")
@@ -155,10 +162,12 @@ class Supervisor:
         for sampler in self._samplers:
             self._spawn_sampler(sampler)
 
-    def _spawn(self, name: str, role: str, *more: str) -> Child:
+    def _spawn(
+        self, name: str, role: str, *more: str, environment: dict[str, str] | None = None
+    ) -> Child:
         command = [sys.executable, "-m", f"asyncrl_node.{role}"]
         command += ["--run-dir", str(self._directory.path), *more]
-        child = Child(name, command, self._directory)
+        child = Child(name, command, self._directory, environment or {})
         self._children.append(child)
         return child
 
@@ -167,7 +176,14 @@ class Supervisor:
             f"sampler-{sampler.index}",
             "sampler",
             *("--index", str(sampler.index), "--incarnation", str(sampler.incarnation)),
+            environment=self._sampler_environment(sampler.index),
         )
+
+    def _sampler_environment(self, index: int) -> dict[str, str]:
+        if engine_of(self._config) != "vllm":
+            return {}
+        core = index % (os.cpu_count() or 1)
+        return vllm_environment(not self._config.gpus, core, self._runtime.sockets_dir)
 
     def _poll(self) -> None:
         self._scheduler.socket.poll(_POLL_MS)

@@ -1,16 +1,15 @@
-"""Making the engine that a configuration asks for; the heavy imports happen here, when needed."""
+"""Making the engine that a configuration asks for; heavy imports happen here, when needed."""
 
 from __future__ import annotations
 
 from asyncrl_node.config import Config
 from asyncrl_node.engines.base import Engine
-from asyncrl_node.errors import ConfigError
 from asyncrl_node.plan import engine_of, max_rollout_tokens, model_folder
 from asyncrl_node.tasks.base import Task
 
 
 def make_engine(config: Config, task: Task) -> Engine:
-    """Make the engine. Raises: ConfigError for one that is not here."""
+    """Make the engine. Raises: ConfigError for a model that it does not serve."""
     name = engine_of(config)
     if name == "fake":
         from asyncrl_node.engines.fake_engine import FakeEngine
@@ -24,4 +23,13 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
         )
-    raise ConfigError("engine", "vllm is not built yet; use torch", name)
+    from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+
+    return VllmEngine(
+        model_folder(config),
+        VllmSettings(
+            max_rows=config.sampling.max_concurrent_rollouts,
+            max_context=max_rollout_tokens(config, task),
+            cpu=not config.gpus,
+        ),
+    )

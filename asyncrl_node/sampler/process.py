@@ -43,6 +43,7 @@ from asyncrl_node.core.sampling import (
 )
 from asyncrl_node.engines.base import Engine
 from asyncrl_node.engines.factory import make_engine
+from asyncrl_node.engines.vllm_engine import SharedMemoryLoader
 from asyncrl_node.messages import (
     FailureKind,
     GroupCompleted,
@@ -157,9 +158,7 @@ class SamplerProcess:
             case ToLearner():
                 self._learner.send(instruction.message)
             case OpenWeights():
-                self._manifest = instruction.manifest
-                path = weights_path(self._context.runtime)
-                self._weights = SharedMemoryImport(path, instruction.manifest)
+                self._open(instruction.manifest)
             case LoadWeights():
                 self._load(instruction.version)
             case StartRollout():
@@ -175,19 +174,46 @@ class SamplerProcess:
 
     # -- weights -----------------------------------------------------------------------------
 
+    def _open(self, manifest: WeightsManifest) -> None:
+        path = weights_path(self._context.runtime)
+        if isinstance(self._engine, SharedMemoryLoader):
+            self._engine.open_weights(manifest, path)
+        else:
+            self._manifest = manifest
+            self._weights = SharedMemoryImport(path, manifest)
+
     def _load(self, version: int) -> None:
-        """Copy under the lease, hand it back, then hash the copy while rollouts go on."""
+        """Copy under the lease, hand it back, then hash the copy while rollouts go on.
+
+        An engine with a process of its own copies there; until its swap is done it holds back
+        every request made after the copy.
+        """
+        if isinstance(self._engine, SharedMemoryLoader):
+            work = self._load_elsewhere(self._engine, version)
+        else:
+            self._copy(version)
+            work = self._hash(version)
+        self._load_task = asyncio.get_running_loop().create_task(work)
+        self._load_task.add_done_callback(_raise_error)
+
+    def _copy(self, version: int) -> None:
         assert self._weights is not None
         assert self._manifest is not None
         view = self._weights.view(version)
         self._engine.load_weights(version, self._manifest.entries, view)
         self._weights.view(version)  # the version stands before and after: not torn
         self._handle(CopyDone(version))
-        self._load_task = asyncio.get_running_loop().create_task(self._hash(version))
-        self._load_task.add_done_callback(_raise_error)
 
     async def _hash(self, version: int) -> None:
-        digest = await asyncio.to_thread(weights_hash, self._engine.weights_view())
+        self._loaded(version, await asyncio.to_thread(weights_hash, self._engine.weights_view()))
+
+    async def _load_elsewhere(self, engine: SharedMemoryLoader, version: int) -> None:
+        await engine.copy_weights(version)
+        self._handle(CopyDone(version))
+        self._loaded(version, await engine.use_weights(version))
+
+    def _loaded(self, version: int, digest: int) -> None:
+        """Acknowledge; after the very first load, ask for work."""
         self._handle(LoadDone(version, digest))
         if not self._greeted:
             self._greeted = True
