@@ -189,7 +189,8 @@ class StepFinished(Message, frozen=True):
     """Everything that belongs to step `step` is done; its metrics row may be written."""
 
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+    """None: a mean over nothing."""
 
 
 class RequestEvaluation(Message, frozen=True):
@@ -356,6 +357,14 @@ class Lease(Message, frozen=True):
     incarnation: int
 
 
+class LoadStarted(Message, frozen=True):
+    """The lease is here and copying begins: from now on the clock of the update runs."""
+
+    sampler: int
+    incarnation: int
+    version: int
+
+
 class Release(Message, frozen=True):
     """The copy is made; the buffer may be overwritten."""
 
@@ -373,7 +382,7 @@ class WeightsLoaded(Message, frozen=True):
     weights_hash: int
 
 
-WeightRequest = WeightsHello | Lease | Release | WeightsLoaded
+WeightRequest = WeightsHello | Lease | LoadStarted | Release | WeightsLoaded
 
 
 class WeightsManifest(Message, frozen=True):

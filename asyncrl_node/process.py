@@ -18,7 +18,7 @@ import setproctitle
 
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import read_config
-from asyncrl_node.errors import EXIT_RUN_FAULT, RunFault
+from asyncrl_node.errors import EXIT_RUN_FAULT, EXIT_USER_ERROR, ConfigError, RunFault
 from asyncrl_node.run_directory import RunDirectory, Runtime, write_atomically
 
 LAUNCHER_PID = "ASYNCRL_LAUNCHER_PID"
@@ -78,11 +78,15 @@ def run_process(role: str, main: Callable[[ProcessContext], None]) -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     directory = RunDirectory(args.run_dir)
-    runtime = directory.read_runtime()
+    try:
+        runtime, config = directory.read_runtime(), read_config(directory.config)
+    except (OSError, msgspec.MsgspecError, ConfigError) as error:
+        sys.stderr.write(f"error: run_dir: must hold a run that is going on: {error}\n")
+        sys.exit(EXIT_USER_ERROR)
     setproctitle.setproctitle(f"asyncrl-{name} run={runtime.run_id}")
     context = ProcessContext(
         name=name,
-        config=read_config(directory.config),
+        config=config,
         directory=directory,
         runtime=runtime,
         index=args.index,

@@ -63,6 +63,7 @@ from asyncrl_node.transport.channel import Dealer, Peer, endpoint
 
 _POLL_MS = 100
 _MAX_RESTARTS = 3
+_CRASH_LOOP_S = 600.0
 _END_WITHIN_S = 15.0
 
 
@@ -101,6 +102,8 @@ class Sampler:
         self.index = index
         self.incarnation = 0
         self.child: Child | None = None
+        self.restarts_s: list[float] = []
+        """When it was restarted, of late."""
 
 
 def _environment() -> dict[str, str]:
@@ -204,9 +207,9 @@ class Supervisor:
             case RunEnded():
                 self.ended = report
             case RestartSampler():
-                sampler = self._samplers[report.sampler]
-                if sampler.incarnation == report.incarnation:
-                    self._restart(sampler, report)
+                for sampler in self._samplers:
+                    if (sampler.index, sampler.incarnation) == (report.sampler, report.incarnation):
+                        self._restart(sampler, report)
             case Status() | Warned():
                 self._show(report)
             case _:
@@ -218,6 +221,8 @@ class Supervisor:
         for sampler in self._samplers:
             child = sampler.child
             if child is not None and (code := child.exit_code()) is not None:
+                if code == 0 and self._ends_now():
+                    return
                 fault = read_fault(self._directory, child.name)
                 name = fault.name if fault else "sampler_died"
                 story = fault.story if fault else f"it {_died(code)}"
@@ -228,17 +233,20 @@ class Supervisor:
             if child not in samplers and (code := child.exit_code()) is not None:
                 self._stop_for(child, code)
 
-    def _stop_for(self, child: Child, code: int) -> None:
-        """The learner or the scheduler is gone: the run cannot go on, unless it has just ended.
+    def _ends_now(self) -> bool:
+        """Wait for the last words of a run in which a process ended well; the clock ends this.
 
-        A process that ends well has sent its last words before; they may still be on their way.
+        It was told to end before they were sent, and they may still be on their way.
         """
-        if code == 0:
-            until_s = time.monotonic() + _END_WITHIN_S
-            while self.ended is None and time.monotonic() < until_s:
-                self._scheduler.socket.poll(_POLL_MS)
-                self._receive()
-        if self.ended is not None:
+        until_s = time.monotonic() + _END_WITHIN_S
+        while self.ended is None and time.monotonic() < until_s:
+            self._scheduler.socket.poll(_POLL_MS)
+            self._receive()
+        return self.ended is not None
+
+    def _stop_for(self, child: Child, code: int) -> None:
+        """The learner or the scheduler is gone: the run cannot go on, unless it has just ended."""
+        if code == 0 and self._ends_now():
             return
         fault = read_fault(self._directory, child.name)
         if fault is not None:
@@ -252,9 +260,15 @@ class Supervisor:
         self._show(why)
         sampler.child.kill()
         self._children.remove(sampler.child)
-        if sampler.incarnation >= _MAX_RESTARTS:
-            story = f"sampler {sampler.index} ended {_MAX_RESTARTS + 1} times, the last time by "
-            raise RunFault("crash_loop", f"{story}{why.name}: {why.story}")
+        now_s = time.monotonic()
+        recent = [at_s for at_s in sampler.restarts_s if now_s - at_s < _CRASH_LOOP_S]
+        sampler.restarts_s = [*recent, now_s]
+        if len(sampler.restarts_s) > _MAX_RESTARTS:
+            story = (
+                f"sampler {sampler.index} ended {len(sampler.restarts_s)} times in "
+                f"{_CRASH_LOOP_S / 60:.0f} minutes, the last time by {why.name}: {why.story}"
+            )
+            raise RunFault("crash_loop", story)
         self._scheduler.send(SamplerExited(sampler.index, sampler.incarnation))
         sampler.incarnation += 1
         fault = self._directory.logs / f"sampler-{sampler.index}.fault"
@@ -339,15 +353,26 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     with _caught_signals() as signals:
-        return _run(config, RunDirectory(path.absolute()), signals)
+        directory = RunDirectory(path.absolute())
+        try:
+            runtime = _prepare(config, directory)
+        except OSError as error:
+            sys.stderr.write(f"error: run_dir: must be writable: {error} (got {path})\n")
+            return EXIT_USER_ERROR
+        return _run(config, directory, runtime, signals)
 
 
-def _run(config: Config, directory: RunDirectory, signals: Sequence[int]) -> int:
-    began_s = time.monotonic()
+def _prepare(config: Config, directory: RunDirectory) -> Runtime:
+    """Make the run directory and what the processes need to find each other."""
     directory.create()
     write_atomically(directory.config, encode_config(config))
     runtime = new_runtime(run_slot_bytes(config, task_of(config)))
     directory.write_runtime(runtime)
+    return runtime
+
+
+def _run(config: Config, directory: RunDirectory, runtime: Runtime, signals: Sequence[int]) -> int:
+    began_s = time.monotonic()
     fault: RunFault | None = None
     loggers = make_loggers(config, directory)
     view = make_view(config, directory)

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl_node.core.instructions import Instruction, ToLearner, ToSampler  # noqa: E402
 from asyncrl_node.core.pacing import PacingRule  # noqa: E402
-from asyncrl_node.core.scheduling import Event, SchedulerCore, SchedulerSettings  # noqa: E402
+from asyncrl_node.core.scheduler_state import SchedulerSettings  # noqa: E402
+from asyncrl_node.core.scheduling import Event, SchedulerCore  # noqa: E402
 from asyncrl_node.messages import (  # noqa: E402
     Admit,
     Batch,

@@ -107,13 +107,14 @@ class Evaluations:
 
 
 def _result(evaluation: int, running: _Evaluation) -> EvaluationResult:
-    num_graded = len(running.attempts) - running.num_failed
-    mean = running.reward_sum / max(1, num_graded)
+    """Score every problem; one that could not be sampled has earned nothing, and is counted."""
+    num_problems = len(running.attempts)
+    mean = running.reward_sum / num_problems
     row: dict[str, object] = {
         "kind": "eval",
         "step": running.step,
         "eval/reward_mean": mean,
-        "eval/num_problems": num_graded,
+        "eval/num_problems": num_problems,
         "eval/num_failed": running.num_failed,
         "eval/version_min": min(running.versions, default=-1),
         "eval/version_max": max(running.versions, default=-1),

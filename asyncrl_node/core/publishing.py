@@ -5,8 +5,9 @@
     Lease -> LeaseGranted -> Release -> WeightsLoaded(hash), compared with the version's own hash
 
 There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
-acknowledgement starts when the lease is *granted*, which is when loading starts; a sampler that is
-busy with a slow rollout holds no lease and is never at fault.
+acknowledgement starts when the sampler says that it begins to load (LoadStarted); one that is busy
+with a slow rollout has not begun and is never at fault. A sampler that does not even read its grant
+is silent, and the scheduler's affair (its heartbeat).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple, assert_never
 from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
+    LoadStarted,
     Release,
     WeightNotice,
     WeightRequest,
@@ -75,7 +77,8 @@ class _Reader:
         self.granted: int | None = None
         """The newest version it was granted; no version is granted twice."""
         self.loading: int | None = None
-        self.loading_since_s = 0.0
+        self.loading_since_s: float | None = None
+        """When it said that it began; None before."""
         self.acknowledged = -1
 
 
@@ -91,6 +94,10 @@ class PublishingCore:
         self._writing = False
         self._write_wanted = False
         self._readers: dict[int, _Reader] = {}
+        self._condemned: dict[int, tuple[int, int]] = {}
+        """(incarnation, version) of samplers at fault whose lease is out: they may be copying."""
+        self._least_incarnation: dict[int, int] = {}
+        """After a fault only a newer process of that sampler is served."""
         self._out: list[PublishingInstruction] = []
 
     @property
@@ -101,7 +108,8 @@ class PublishingCore:
     @property
     def lease_holders(self) -> list[int]:
         """Samplers that are copying now."""
-        return [sampler for sampler, reader in self._readers.items() if reader.holds_lease]
+        holders = {sampler for sampler, reader in self._readers.items() if reader.holds_lease}
+        return sorted(holders | self._condemned.keys())
 
     def handle(self, event: PublishingEvent, now_s: float) -> list[PublishingInstruction]:
         """Digest one event; return what to do, in order."""
@@ -110,6 +118,8 @@ class PublishingCore:
                 self._on_hello(event)
             case Lease():
                 self._on_lease(event)
+            case LoadStarted():
+                self._on_load_started(event, now_s)
             case Release():
                 self._on_release(event)
             case WeightsLoaded():
@@ -123,7 +133,7 @@ class PublishingCore:
             case _:
                 assert_never(event)
         self._find_overdue(now_s)
-        self._grant(now_s)
+        self._grant()
         out, self._out = self._out, []
         return out
 
@@ -138,6 +148,9 @@ class PublishingCore:
         known = self._readers.get(hello.sampler)
         if known is not None and known.incarnation > hello.incarnation:
             return
+        if hello.incarnation < self._least_incarnation.get(hello.sampler, 0):
+            return
+        self._condemned.pop(hello.sampler, None)
         self._readers[hello.sampler] = _Reader(hello.incarnation)
         self._out.append(ToSampler(hello.sampler, self.manifest))
         if self.published >= 0:
@@ -149,7 +162,14 @@ class PublishingCore:
         if reader is not None and reader.loading is None and reader.granted != self.published:
             reader.wants_lease = True
 
+    def _on_load_started(self, started: LoadStarted, now_s: float) -> None:
+        reader = self._reader(started.sampler, started.incarnation)
+        if reader is not None and reader.loading == started.version:
+            reader.loading_since_s = now_s
+
     def _on_release(self, release: Release) -> None:
+        if self._condemned.get(release.sampler) == (release.incarnation, release.version):
+            del self._condemned[release.sampler]
         reader = self._reader(release.sampler, release.incarnation)
         if reader is not None and reader.granted == release.version:
             reader.holds_lease = False
@@ -179,7 +199,7 @@ class PublishingCore:
         for sampler in self._readers:
             self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
 
-    def _grant(self, now_s: float) -> None:
+    def _grant(self) -> None:
         """Grant what queued, unless somebody wants to write: a writer never starves."""
         if self._write_wanted:
             if not self._writing and not self.lease_holders:
@@ -193,21 +213,29 @@ class PublishingCore:
                 reader.wants_lease = False
                 reader.holds_lease = True
                 reader.granted = reader.loading = self.published
-                reader.loading_since_s = now_s
+                reader.loading_since_s = None
                 grant = LeaseGranted(self.published, self._hashes[self.published])
                 self._out.append(ToSampler(sampler, grant))
 
     def _find_overdue(self, now_s: float) -> None:
         for sampler, reader in list(self._readers.items()):
-            if reader.loading is None or now_s - reader.loading_since_s <= self.overdue_s:
+            since_s = reader.loading_since_s
+            if reader.loading is None or since_s is None or now_s - since_s <= self.overdue_s:
                 continue
             story = (
                 f"sampler {sampler} began loading version {reader.loading} "
-                f"{now_s - reader.loading_since_s:.0f} s ago and has not acknowledged it"
+                f"{now_s - since_s:.0f} s ago and has not acknowledged it"
             )
             self._blame(sampler, "weights_overdue", story)
 
     def _blame(self, sampler: int, name: str, story: str) -> None:
-        """Forget the sampler, its lease included: it will be killed, and says hello again."""
+        """Serve the sampler no more: it will be killed, and says hello again.
+
+        Its lease stays out until then, or until it is handed back: it may still be copying.
+        """
         reader = self._readers.pop(sampler)
+        self._least_incarnation[sampler] = reader.incarnation + 1
+        if reader.holds_lease:
+            assert reader.granted is not None
+            self._condemned[sampler] = (reader.incarnation, reader.granted)
         self._out.append(AtFault(sampler, reader.incarnation, name, story))

@@ -28,6 +28,7 @@ from asyncrl_node.messages import (
     Heartbeat,
     Lease,
     LeaseGranted,
+    LoadStarted,
     Release,
     SamplerMessage,
     SamplerOrder,
@@ -282,6 +283,9 @@ class SamplerCore:
         """Load, if that was asked for: a grant that comes twice was released once already."""
         if self._asked and self._loading < 0 and granted.version > self.policy_version:
             self._loading = granted.version
+            settings = self.settings
+            started = LoadStarted(settings.sampler, settings.incarnation, granted.version)
+            self._out.append(ToLearner(started))
             self._out.append(LoadWeights(granted.version))
 
     def _on_copy_done(self, copied: CopyDone) -> None:
@@ -322,17 +326,24 @@ class SamplerCore:
             return
         while self._queue and self._may_start(self._queue[0].min_version, self.settings.group_size):
             self._start_group(self._queue.popleft())
-        if self._queue and self._queue[0].min_version <= self.policy_version:
-            return  # a training group waits for room: evaluations must not take it
+        # Room that queued training groups will need, now or once their weights are here, is not
+        # for evaluations: they would hold it for as long as they last.
+        if self._queue and self._room() <= len(self._queue) * self.settings.group_size:
+            return
         while self._evaluations and self._may_start(self._evaluations[0].min_version, 1):
             order = self._evaluations.popleft()
             key = RolloutKey("eval", order.evaluation, order.attempt, order.problem, 0)
             self._start(key, order)
+            if self._queue and self._room() <= len(self._queue) * self.settings.group_size:
+                return
 
     def _may_start(self, min_version: int, num_rollouts: int) -> bool:
         """Weights new enough, and room; a group larger than all the room runs alone."""
-        room = self.settings.max_rollouts - len(self._running)
-        return self.policy_version >= min_version and (room >= num_rollouts or not self._running)
+        has_room = self._room() >= num_rollouts or not self._running
+        return self.policy_version >= min_version and has_room
+
+    def _room(self) -> int:
+        return self.settings.max_rollouts - len(self._running)
 
     def _start_group(self, admit: Admit) -> None:
         self._groups[admit.key.group_id] = _RunningGroup(admit, self.settings.group_size)

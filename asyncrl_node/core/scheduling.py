@@ -40,9 +40,14 @@ from asyncrl_node.core.pacing import (
     Gauges,
     GroupState,
     Pacing,
-    PacingRule,
     Taken,
     Wait,
+)
+from asyncrl_node.core.scheduler_state import (
+    GroupRecord,
+    SamplerLink,
+    SchedulerSettings,
+    Totals,
 )
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import (
@@ -71,7 +76,6 @@ from asyncrl_node.messages import (
     SamplerFault,
     SamplerHello,
     SamplerMessage,
-    SamplerStatus,
     Status,
     StepFinished,
     Stop,
@@ -86,48 +90,6 @@ class Tick(NamedTuple):
 
 
 Event = SamplerMessage | LearnerMessage | LauncherMessage | Tick
-
-
-class SchedulerSettings(NamedTuple):
-    """What the core needs to know of the configuration."""
-
-    rule: PacingRule
-    group_size: int
-    num_substeps: int = 1
-    seed: int = 0
-    start_version: int = 0
-    filter_constant_rewards: bool = False
-    eval_problems: int = 0
-    warn_every_s: float = 120.0
-    rollout_timeout_s: float = 3600.0
-
-
-class GroupRecord:
-    """What the scheduler knows of one outstanding group besides its pacing state."""
-
-    __slots__ = ("admitted_s", "completed", "epoch", "key", "problem", "sampler")
-
-    def __init__(self, key: GroupKey, problem: int, epoch: int, admitted_s: float) -> None:
-        self.key = key
-        self.problem = problem
-        self.epoch = epoch
-        self.admitted_s = admitted_s
-        self.sampler = -1
-        """Who holds it; -1 while it waits for a sampler."""
-        self.completed: GroupCompleted | None = None
-
-
-class SamplerLink:
-    """What the scheduler knows of one sampler process."""
-
-    __slots__ = ("groups", "heartbeat", "incarnation", "max_groups", "sampler")
-
-    def __init__(self, sampler: int, incarnation: int, max_groups: int) -> None:
-        self.sampler = sampler
-        self.incarnation = incarnation
-        self.max_groups = max_groups
-        self.groups: set[int] = set()
-        self.heartbeat: Heartbeat | None = None
 
 
 class PendingTake:
@@ -147,31 +109,6 @@ class PendingTake:
         if self.held_since_s is not None:
             self.held_s += now_s - self.held_since_s
         self.held_since_s = now_s if held else None
-
-
-class Totals:
-    """Counts over the whole run, and of the batch being collected."""
-
-    def __init__(self) -> None:
-        self.admitted = self.trained = self.filtered = self.failed = self.leftover = 0
-        self.late_messages = 0
-        self.restarted = 0
-        self.filtered_in_a_row = 0
-        self.start_batch()
-
-    def start_batch(self) -> None:
-        """Forget the batch's figures: its rewards and tokens, before any filter."""
-        self.reward_sum = 0.0
-        self.num_rollouts = self.num_tokens = self.num_filtered_tokens = self.num_filtered = 0
-        self.num_timeouts = self.num_dropped_samples = 0
-
-    def count_sampled(self, done: GroupCompleted) -> None:
-        """Count a group as sampled for this batch."""
-        self.reward_sum += done.reward_sum
-        self.num_rollouts += done.num_rollouts
-        self.num_tokens += done.num_tokens
-        self.num_timeouts += done.num_timeouts
-        self.num_dropped_samples += done.num_dropped_samples
 
 
 class SchedulerCore:
@@ -225,9 +162,9 @@ class SchedulerCore:
             case StepFinished():
                 self._on_step_finished(event)
             case Heartbeat():
-                self._on_heartbeat(event)
+                self._on_heartbeat(event, now_s)
             case SamplerHello():
-                self._on_sampler_hello(event)
+                self._on_sampler_hello(event, now_s)
             case SamplerExited():
                 self._on_sampler_gone(event.sampler, event.incarnation)
             case SamplerFault():
@@ -241,7 +178,9 @@ class SchedulerCore:
                 self._on_drain()
             case LearnerFinished():
                 self._on_learner_finished()
-            case LearnerHello() | LauncherHello() | Tick():
+            case Tick():
+                self._find_silent(now_s)
+            case LearnerHello() | LauncherHello():
                 pass
             case _:
                 assert_never(event)
@@ -263,7 +202,7 @@ class SchedulerCore:
             completed=gauges.completed,
             taken=gauges.taken,
             learner=self._learner_words(),
-            samplers=tuple(_sampler_status(link) for link in self._links.values()),
+            samplers=tuple(link.status() for link in self._links.values()),
             evaluating=self.evaluations.num_open,
         )
 
@@ -283,14 +222,14 @@ class SchedulerCore:
 
     # -- samplers ----------------------------------------------------------------------------
 
-    def _on_sampler_hello(self, hello: SamplerHello) -> None:
+    def _on_sampler_hello(self, hello: SamplerHello, now_s: float) -> None:
         known = self._links.get(hello.sampler)
         if known is not None and known.incarnation >= hello.incarnation:
             return
         if known is not None:
             self._on_sampler_gone(hello.sampler, known.incarnation)
         max_groups = max(1, hello.max_rollouts // self.settings.group_size)
-        link = SamplerLink(hello.sampler, hello.incarnation, max_groups)
+        link = SamplerLink(hello.sampler, hello.incarnation, max_groups, now_s)
         self._links[hello.sampler] = link
         self._note_load(link)
 
@@ -317,10 +256,21 @@ class SchedulerCore:
         report = RestartSampler(fault.sampler, fault.incarnation, fault.name, fault.story)
         self._out.append(ToLauncher(report))
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
+    def _on_heartbeat(self, beat: Heartbeat, now_s: float) -> None:
         link = self._links.get(beat.sampler)
         if link is not None and link.incarnation == beat.incarnation:
             link.heartbeat = beat
+            link.heard_s = now_s
+
+    def _find_silent(self, now_s: float) -> None:
+        """Replace samplers whose loop stands still: frozen, stuck in a call, out of the machine."""
+        for link in list(self._links.values()):
+            silent_s = now_s - link.heard_s
+            if silent_s > self.settings.silent_s:
+                story = f"it has sent no heartbeat for {silent_s:.0f} s"
+                self._on_sampler_fault(
+                    SamplerFault(link.sampler, link.incarnation, "sampler_silent", story)
+                )
 
     # -- groups ------------------------------------------------------------------------------
 
@@ -353,6 +303,7 @@ class SchedulerCore:
             num_tokens=done.num_tokens,
         )
         self._unassign(group)
+        self.totals.failed_in_a_row = 0
         if self.settings.filter_constant_rewards and done.reward_min == done.reward_max:
             self._filter(group, done)
             return
@@ -392,7 +343,15 @@ class SchedulerCore:
             return
         self._unassign(group)
         self.totals.failed += 1
+        self.totals.failed_in_a_row += 1
         self._end_group(group, "failed", f"{failed.kind}: {failed.reason}")
+        limit = 4 * self.settings.rule.num_slots
+        if self.totals.failed_in_a_row >= limit:
+            raise RunFault(
+                "every_rollout_fails",
+                f"the last {limit} groups all failed, the last one by {failed.kind}: "
+                f"{failed.reason}; the environment or the engine is broken",
+            )
 
     def _end_group(self, group: GroupRecord, event: LedgerEvent, reason: str) -> None:
         """Record why an untaken group is never trained; free its slot."""
@@ -528,8 +487,8 @@ class SchedulerCore:
         assert self._gauges is not None
         totals, gauges = self.totals, self._gauges
         row: dict[str, object] = {"kind": "train", "step": finished.step}
-        row["reward/mean"] = totals.reward_sum / max(1, totals.num_rollouts)
         row.update(finished.metrics)
+        row["reward/mean"] = totals.reward_sum / max(1, totals.num_rollouts)
         row["async/in_flight_groups"] = gauges.in_flight
         row["async/completed_buffer_size"] = gauges.completed
         row["async/taken_groups"] = gauges.taken
@@ -692,15 +651,3 @@ class SchedulerCore:
         else:
             return
         self._out.append(ToLauncher(Warned(f"for {now_s - since_s:.0f} s {text}")))
-
-
-def _sampler_status(link: SamplerLink) -> SamplerStatus:
-    beat = link.heartbeat
-    return SamplerStatus(
-        sampler=link.sampler,
-        ready=beat is not None and beat.policy_version >= 0,
-        policy_version=-1 if beat is None else beat.policy_version,
-        num_rollouts=0 if beat is None else beat.num_rollouts,
-        num_groups=len(link.groups),
-        loading=beat is not None and beat.loading,
-    )

@@ -66,12 +66,14 @@ def _evaluations(evals: Sequence[Row]) -> str:
     words = f"{first['eval/reward_mean']:.3f} before (step {first['step']})"
     if last is not first:
         words += f" -> {last['eval/reward_mean']:.3f} after (step {last['step']})"
-    return f"{words}, {first['eval/num_problems']} problems"
+    failed = sum(row["eval/num_failed"] for row in evals)
+    lost = f"; {failed} rollouts failed and count as 0" if failed else ""
+    return f"{words}, {first['eval/num_problems']} problems{lost}"
 
 
 def _counts(ended: RunEnded) -> str:
     return (
-        f"{ended.admitted} sampled = {ended.trained} trained + {ended.filtered} filtered + "
+        f"{ended.admitted} admitted = {ended.trained} trained + {ended.filtered} filtered + "
         f"{ended.failed} failed + {ended.leftover} leftover"
     )
 

@@ -36,11 +36,7 @@ class FakeTrainer:
         """End the step: the version moves on."""
         self._version += 1
         trained, self._num_tokens = self._num_tokens, 0
-        return {
-            "tokens/trained": float(trained),
-            "mismatch/kl_same_version": 0.0,
-            "mismatch/kl_stale": 0.0,
-        }
+        return {"tokens/trained": float(trained)}
 
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         """Lay out one parameter, without padding."""

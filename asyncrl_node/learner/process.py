@@ -123,7 +123,10 @@ class LearnerProcess:
         step = self._version
         if step == self._last_version or not self._train_batch(step):
             return False
-        metrics = self._trainer.finish_step()
+        metrics: dict[str, float | None] = dict(self._trainer.finish_step())
+        for population in ("same_version", "stale"):
+            if not metrics.get(f"mismatch/num_tokens_{population}"):
+                metrics[f"mismatch/kl_{population}"] = None  # a mean over nothing
         metrics.update(self._records.finish_step())
         self._courier.send(Trained(step))
         with self._clock.cause("publish"):

@@ -176,8 +176,8 @@ class _StepSums:
         reward_mean = _ratio(sum(self.rewards), len(self.rewards))
         squares = sum((reward - reward_mean) ** 2 for reward in self.rewards)
         return {
-            "reward/mean": reward_mean,
-            "reward/std": _ratio(squares, len(self.rewards)) ** 0.5,
+            "reward/trained_mean": reward_mean,
+            "reward/trained_std": _ratio(squares, len(self.rewards)) ** 0.5,
             "reward/num_constant_groups": float(self.constant_groups),
             "loss/mean": _ratio(self.loss, self.loss_tokens),
             "grad_norm": _ratio(self.grad_norm, self.num_updates),
@@ -289,7 +289,7 @@ class Trainer:
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the step and start the next one.
 
-        reward/mean, reward/std          over all rollouts handed in, population std
+        reward/trained_mean, _std        over all rollouts handed in, population std
         reward/num_constant_groups       groups without a signal: all rewards equal
         loss/mean, entropy/mean          per loss token; entropy at the sampling temperature
         grad_norm                        before clipping, of the mean gradient; mean over updates

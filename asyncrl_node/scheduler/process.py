@@ -29,7 +29,8 @@ from asyncrl_node.core.instructions import (
     WriteRow,
 )
 from asyncrl_node.core.order import problem_order
-from asyncrl_node.core.scheduling import SchedulerCore, SchedulerSettings, Tick
+from asyncrl_node.core.scheduler_state import SchedulerSettings
+from asyncrl_node.core.scheduling import SchedulerCore, Tick
 from asyncrl_node.messages import (
     LauncherMessage,
     LauncherReport,
@@ -124,7 +125,7 @@ class SchedulerProcess:
                 self._incarnations[message.sampler] = message.incarnation
                 log.info("%s, pid %d", peer, message.pid)
             elif isinstance(message, SamplerExited):
-                log.warning("sampler %d of incarnation %d is gone", peer.number, peer.incarnation)
+                log.warning("sampler %d, start %d, is gone", message.sampler, message.incarnation)
             self._obey(self.core.handle(message, time.monotonic()))
 
     def _obey(self, instructions: list[Instruction]) -> None:

@@ -32,6 +32,7 @@ from asyncrl_node.core.sampling import (
 from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
+    LoadStarted,
     Release,
     WeightNotice,
     WeightRequest,
@@ -190,26 +191,43 @@ def test_an_acknowledgement_of_something_else_is_ignored(learner: Learner) -> No
 # -- overdue -------------------------------------------------------------------------------------
 
 
-def test_a_load_that_takes_too_long_is_a_fault_and_frees_the_buffer(learner: Learner) -> None:
+def test_a_load_that_takes_too_long_is_a_fault(learner: Learner) -> None:
+    """The buffer stays closed: the sampler may still be copying until its process is replaced."""
     learner.now_s = 1000.0
     learner.lease(0)
+    learner.do(LoadStarted(0, 0, 3))
     assert learner.do(RequestWrite()) == []
     assert learner.wait(OVERDUE_S) == []
-    fault, free = learner.wait(0.1)
+    (fault,) = learner.wait(0.1)
     assert isinstance(fault, AtFault)
     assert fault[:3] == (0, 0, "weights_overdue")
+    assert learner.core.lease_holders == [0]
+    assert learner.do(Release(0, 1, 3)) == [], "another incarnation's"
+    *_, free = learner.do(WeightsHello(0, 1))
     assert free == BufferFree()
 
 
-def test_the_clock_runs_until_the_acknowledgement(learner: Learner) -> None:
+def test_a_sampler_at_fault_that_hands_its_lease_back_frees_the_buffer(learner: Learner) -> None:
     learner.lease(0)
+    learner.do(LoadStarted(0, 0, 3))
+    learner.wait(OVERDUE_S + 1)
+    assert learner.do(RequestWrite()) == []
+    assert learner.do(Release(0, 0, 3)) == [BufferFree()]
+
+
+def test_the_clock_runs_from_the_start_of_loading_to_the_acknowledgement(learner: Learner) -> None:
+    learner.lease(0)
+    assert learner.wait(OVERDUE_S * 10) == [], "a granted lease that it has not read yet"
+    learner.do(LoadStarted(0, 0, 2))
+    assert learner.wait(OVERDUE_S * 10) == [], "of another version"
+    learner.do(LoadStarted(0, 0, 3))
     learner.do(Release(0, 0, 3))
     (fault,) = learner.wait(OVERDUE_S + 1)
     assert isinstance(fault, AtFault)
     assert fault.name == "weights_overdue"
 
 
-def test_a_sampler_without_a_lease_is_never_at_fault(learner: Learner) -> None:
+def test_a_sampler_that_does_not_load_is_never_at_fault(learner: Learner) -> None:
     for version in range(4, 50):
         learner.publish(version)
         assert learner.wait(1e6) == []
@@ -217,8 +235,7 @@ def test_a_sampler_without_a_lease_is_never_at_fault(learner: Learner) -> None:
     assert learner.do(Lease(0, 0)) == []
     assert learner.wait(1e6) == [], "waiting for a lease is not loading"
     learner.do(WriteDone(50, hash_of(50)))
-    assert learner.wait(OVERDUE_S) == [], "its clock began with the grant"
-    assert [fault.name for fault in learner.wait(1.0)] == ["weights_overdue"]
+    assert learner.wait(1e6) == [], "nor is a grant that it has not read"
 
 
 # -- restarts and what comes twice ---------------------------------------------------------------
@@ -312,6 +329,7 @@ class WeightHistories(RuleBasedStateMachine):
         self.from_samplers: defaultdict[tuple[int, int], deque[WeightRequest]] = defaultdict(deque)
         self.samplers: dict[int, Sampler] = {}
         self.faults = 0
+        self.blamed: dict[int, int] = {}
         for number in range(3):
             self._boot(number, 0)
 
@@ -348,10 +366,13 @@ class WeightHistories(RuleBasedStateMachine):
             sampler.from_learner.extend([message] * self.copies)
 
     def _fault(self, fault: AtFault) -> None:
-        """The launcher kills it at once and starts the next incarnation."""
+        """The launcher kills it at once and starts the next incarnation.
+
+        Its lease stays out until that one says hello, or its last Release arrives.
+        """
         self.faults += 1
+        self.blamed[fault.sampler] = fault.incarnation
         _, since_s = self.loading.pop(fault.sampler)
-        self.leases.pop(fault.sampler, None)
         if fault.name == "weights_overdue":
             assert self.now_s - since_s > OVERDUE_S
         else:
@@ -391,9 +412,13 @@ class WeightHistories(RuleBasedStateMachine):
         number = message.sampler
         lease = self.leases.get(number)
         if isinstance(message, WeightsHello):
-            if self.heard.get(number, -1) < message.incarnation:
+            last = max(self.heard.get(number, -1), self.blamed.get(number, -1))
+            if last < message.incarnation:
                 self.leases.pop(number, None)
                 self.loading.pop(number, None)
+        elif isinstance(message, Release) and lease and number not in self.heard:
+            if lease[:2] == (message.incarnation, message.version):
+                del self.leases[number]
         elif self.heard.get(number) == message.incarnation:
             if isinstance(message, Release) and lease and lease[1] == message.version:
                 del self.leases[number]

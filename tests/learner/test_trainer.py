@@ -246,8 +246,8 @@ def test_metrics_cover_every_loss_token(model_dir):
     rewards = np.concatenate([group.rewards for group in [*groups, stale]])
     assert metrics == pytest.approx(
         {
-            "reward/mean": rewards.mean(),
-            "reward/std": rewards.std(),
+            "reward/trained_mean": rewards.mean(),
+            "reward/trained_std": rewards.std(),
             "reward/num_constant_groups": 1,
             "loss/mean": float(oracle.loss.detach()),
             "grad_norm": metrics["grad_norm"],
@@ -321,7 +321,7 @@ def test_nothing_to_train_on_is_no_update(model_dir):
     trainer.accumulate([make_group(1, [[0, 0], [0]], [1, 2])], VERSION)
     trainer.update()
     assert_same(weights(trainer), before, 0.0)
-    assert trainer.finish_step()["reward/mean"] == 1.5
+    assert trainer.finish_step()["reward/trained_mean"] == 1.5
 
 
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
