@@ -93,13 +93,14 @@ def verify(run_dir: Path) -> Verdict:
     bound = None if pacing["max_steps_off_policy"] == "none" else pacing["max_steps_off_policy"]
     breaches: list[str] = []
     trained = _read_trained(run_dir / "trained.jsonl", breaches)
-    lives, finished = _read_ledger(run_dir / "ledger.sqlite")
+    lives, finished = _read_ledger(run_dir / "ledger.sqlite", breaches)
     _check_steps(trained, config["start_version"], pacing["groups_per_batch"], breaches)
     _check_staleness(trained, bound, breaches)
     twice = _check_once(trained, breaches)
     _check_against_ledger(trained, lives, breaches)
     lost, carried = _check_ends(lives, finished, breaches)
     lost += _check_epochs(lives, breaches)
+    _check_reasons(lives, pacing.get("filter_constant_rewards", False), breaches)
     ended = Counter(life.ends[0].event for life in lives.values() if life.ends)
     untrained = [life for life in lives.values() if life.ends and not life.all("trained")]
     return Verdict(
@@ -140,10 +141,14 @@ def _read_trained(path: Path, breaches: list[str]) -> list[_Trained]:
     return rows
 
 
-def _read_ledger(path: Path) -> tuple[dict[int, _Life], bool]:
-    """Return each group's life, and whether the run recorded its own end."""
+def _read_ledger(path: Path, breaches: list[str]) -> tuple[dict[int, _Life], bool]:
+    """Return each group's life, and whether the run recorded its own end.
+
+    Groups are left over only at the end: nothing is admitted or trained after the first of them.
+    """
     lives: defaultdict[int, _Life] = defaultdict(_Life)
     finished = False
+    first_leftover: int | None = None
     query = (
         "SELECT event, group_id, attempt, problem, epoch, step, version, version_max, num_tokens, "
         "reason FROM events ORDER BY seq"
@@ -157,6 +162,13 @@ def _read_ledger(path: Path) -> tuple[dict[int, _Life], bool]:
                 finished = True
             elif event.event != "published":
                 lives[event.group].events.append(event)
+            if event.event == "leftover" and first_leftover is None:
+                first_leftover = event.group
+            if event.event in ("admitted", "trained") and first_leftover is not None:
+                breaches.append(
+                    f"group {event.group} was {event.event} after group {first_leftover} was "
+                    "given up as left over"
+                )
     return dict(lives), finished
 
 
@@ -298,6 +310,24 @@ def _check_epochs(lives: dict[int, _Life], breaches: list[str]) -> int:
         lost += len(missing)
         breaches.extend(f"problem {p} was never offered in epoch {epoch}" for p in sorted(missing))
     return lost
+
+
+def _check_reasons(lives: dict[int, _Life], filters: bool, breaches: list[str]) -> None:
+    """Only what the design allows ends a group untrained; a group that was whole hardly ever."""
+    for group, life in lives.items():
+        end = life.ends[0] if life.ends else None
+        if end is None or end.event == "trained":
+            continue
+        if end.event == "filtered" and not (filters and end.reason == "constant reward"):
+            breaches.append(f"group {group} was filtered for {end.reason!r}; no setting does that")
+        if end.event == "failed" and not end.reason.startswith(("environment: ", "engine: ")):
+            breaches.append(f"group {group} failed for {end.reason!r}; no rollout fails so")
+        if end.event == "failed" and life.last("completed") is not None:
+            breaches.append(f"group {group} was whole and was given up as failed")
+        if end.event == "leftover" and end.reason not in ("interrupted", "the run ended"):
+            breaches.append(f"group {group} was left over for {end.reason!r}; no end does that")
+    missing = set(range(len(lives))) - lives.keys()
+    breaches.extend(f"group {group} was never admitted: a gap" for group in sorted(missing)[:5])
 
 
 def _completed_tokens(life: _Life) -> int:

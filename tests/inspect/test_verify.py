@@ -51,10 +51,13 @@ class Run:
     def __init__(self) -> None:
         self.bound: object = 2
         self.start_version = 0
+        self.filters = True
         self.groups_per_batch = 2
         self.trained: list[Any] = []
         self.events: list[Event] = []
         self.ended = True
+        self.last = "leftover"
+        """The event that is written after all others: groups are left over at the end."""
         self.tail = b""
         for version in range(5):
             self.event("published", -1, problem=-1, epoch=-1, step=version - 1, version=version)
@@ -134,6 +137,7 @@ class Run:
         (folder / "config.toml").write_text(
             f"start_version = {self.start_version}\n[pacing]\n"
             f"max_steps_off_policy = {bound}\ngroups_per_batch = {self.groups_per_batch}\n"
+            f"filter_constant_rewards = {str(self.filters).lower()}\n"
         )
         lines = [row if isinstance(row, str) else json.dumps(row) for row in self.trained]
         content = "".join(line + "\n" for line in lines).encode() + self.tail
@@ -143,7 +147,8 @@ class Run:
             names = ", ".join(COLUMNS)
             marks = ", ".join("?" * len(COLUMNS))
             insert = f"INSERT INTO events (time_s, run_attempt, {names}) VALUES (0.0, 0, {marks})"
-            rows = [[event[name] for name in COLUMNS] for event in self.events]
+            in_order = sorted(self.events, key=lambda event: event["event"] == self.last)
+            rows = [[event[name] for name in COLUMNS] for event in in_order]
             if self.ended:
                 rows.append(["ended", *[-1] * 9, "done"])
             database.executemany(insert, rows)
@@ -253,6 +258,51 @@ def test_a_group_trained_again_after_a_roll_back_that_kept_it_is_twice(judge: Ju
 
 
 # -- bent runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ("filtered", "too stale, thrown away"),
+        ("leftover", "too stale, thrown away"),
+        ("failed", "too stale, thrown away"),
+        ("failed", "environment: TimeoutError"),
+    ],
+)
+def test_a_whole_group_that_is_thrown_away_is_a_breach(
+    judge: Judge, event: str, reason: str
+) -> None:
+    """Group 10 was completed; whatever the scheduler calls it, it was never trained."""
+    run = Run()
+    run.drop("leftover", 10)
+    run.event(event, 10, reason=reason)
+    code, verdict = judge(run)
+    assert code == 1
+    assert "group 10" in verdict["breaches"][0]
+
+
+def test_filtering_without_the_setting_is_a_breach(judge: Judge) -> None:
+    run = Run()
+    run.filters = False
+    code, verdict = judge(run)
+    assert code == 1
+    assert "no setting does that" in verdict["breaches"][0]
+
+
+def test_giving_groups_up_before_the_end_is_a_breach(judge: Judge) -> None:
+    run = Run()
+    run.last = "trained"
+    code, verdict = judge(run)
+    assert code == 1
+    assert any("after group 10 was given up as left over" in b for b in verdict["breaches"])
+
+
+def test_a_gap_among_the_groups_is_a_breach(judge: Judge) -> None:
+    run = Run()
+    run.forget(9)
+    code, verdict = judge(run)
+    assert code == 1
+    assert any("group 9 was never admitted: a gap" in b for b in verdict["breaches"])
 
 
 def stale(run: Run) -> None:
