@@ -179,14 +179,13 @@ class Supervisor:
             f"sampler-{sampler.index}",
             "sampler",
             *("--index", str(sampler.index), "--incarnation", str(sampler.incarnation)),
-            environment=self._sampler_environment(sampler.index),
+            environment=self._sampler_environment(),
         )
 
-    def _sampler_environment(self, index: int) -> dict[str, str]:
+    def _sampler_environment(self) -> dict[str, str]:
         if engine_of(self._config) != "vllm":
             return {}
-        core = index % (os.cpu_count() or 1)
-        return vllm_environment(not self._config.gpus, core, self._runtime.sockets_dir)
+        return vllm_environment(not self._config.gpus, -1, self._runtime.sockets_dir)
 
     def _poll(self) -> None:
         self._scheduler.socket.poll(_POLL_MS)

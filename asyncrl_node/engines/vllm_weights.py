@@ -57,8 +57,11 @@ class FlatImport(Protocol):
         """
         ...
 
-    def weights(self) -> Tensor:
-        """Return the copy: [num_bytes] uint8, unchanged until the next `fetch`."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter with its Hugging Face name, in the manifest's order.
+
+        vLLM keeps them until their layer is complete: each stays as it is until the next `fetch`.
+        """
         ...
 
     def digest(self) -> int:
@@ -84,6 +87,7 @@ class HostImport:
     """The receiving end in host shared memory: one private copy, hashed on a thread."""
 
     def __init__(self, path: Path, manifest: WeightsManifest) -> None:
+        self._entries = manifest.entries
         self._import = SharedMemoryImport(path, manifest)
         self._copy = torch.empty(manifest.num_bytes, dtype=torch.uint8)
         self._thread = ThreadPoolExecutor(1, "weights-hash")
@@ -98,9 +102,11 @@ class HostImport:
         self._import.view(version)
         self._digest = self._thread.submit(weights_hash, copy)
 
-    def weights(self) -> Tensor:
-        """Return the copy."""
-        return self._copy
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """View every parameter in the copy."""
+        for entry in self._entries:
+            area = self._copy[entry.offset : entry.offset + entry.num_bytes]
+            yield entry.name, area.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def digest(self) -> int:
         """Return the hash of the copy; the wait is ended by the thread."""
@@ -137,7 +143,6 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = FlatUpdate
 
     _flat: FlatImport | None = None
-    _manifest: WeightsManifest
     _parameters: frozenset[str]
     """vLLM's names, as they are between loads: during one, a tied head stands apart."""
     _fetched = -1
@@ -145,10 +150,10 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: FlatInit) -> None:
         """Map the buffer. Raises: RunFault("weights_mismatch") for another model's manifest."""
         self.shutdown()
-        self._manifest = msgspec.msgpack.decode(init_info.manifest, type=WeightsManifest)
-        check_names(expected_names(self.model), self._manifest.entries)
+        manifest = msgspec.msgpack.decode(init_info.manifest, type=WeightsManifest)
+        check_names(expected_names(self.model), manifest.entries)
         self._parameters = frozenset(name for name, _ in self.model.named_parameters())
-        self._flat = import_flat(init_info.handle, self._manifest)
+        self._flat = import_flat(init_info.handle, manifest)
 
     def fetch(self, version: int) -> None:
         """Copy the buffer, under the lease; the model stays as it is."""
@@ -169,7 +174,7 @@ class FlatWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Hand over the copy. Raises: RunFault("weights_mismatch"); the model is lost then."""
         assert self._flat is not None
         assert self._fetched == update_info.version, f"{self._fetched} is what was fetched"
-        loaded = self.model.load_weights(tensors(self._flat.weights(), self._manifest.entries))
+        loaded = self.model.load_weights(self._flat.tensors())
         if missing := sorted(self._parameters - loaded):
             raise RunFault("weights_mismatch", f"vllm did not load: {_shown(missing)}")
 
@@ -197,13 +202,6 @@ class FlatWorker:
     def arl_digest(self) -> int:
         """Return the hash of the copy."""
         return self.weight_transfer_engine.digest()
-
-
-def tensors(flat: Tensor, entries: tuple[WeightEntry, ...]) -> Iterator[tuple[str, Tensor]]:
-    """View every parameter in `flat`, [num_bytes] uint8, in the manifest's order."""
-    for entry in entries:
-        area = flat[entry.offset : entry.offset + entry.num_bytes]
-        yield entry.name, area.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def expected_names(model: nn.Module) -> set[str]:

@@ -419,6 +419,23 @@ def test_abort_keeps_the_partial(rig: Rig):
     rig.run(test)
 
 
+def test_requests_after_a_copy_wait_for_its_use(rig: Rig):
+    async def test() -> None:
+        running = rig.submit([1, 2], 400)
+        await rig.until_started([running])
+        version = rig.next_version
+        rig.next_version += 1
+        rig.learner.publish(version)
+        await rig.engine.copy_weights(version)
+        late = rig.submit([1, 2], 4)
+        await asyncio.sleep(0.1)
+        assert late not in rig.firsts
+        await rig.engine.use_weights(version)
+        assert (await rig.tasks[1]).policy_versions == [version] * 4
+
+    rig.run(test)
+
+
 def test_a_cancelled_generate_is_aborted(rig: Rig):
     async def test() -> None:
         number = rig.submit([5, 6], 400)
