@@ -6,10 +6,15 @@ Imports no torch and starts nothing; `--dry-run` is this module printed.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
+import re
 import shutil
+from functools import reduce
+from math import inf
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from asyncrl_node.config import Config
 from asyncrl_node.core.pacing import PacingRule
@@ -25,7 +30,56 @@ from asyncrl_node.transport.weights import buffer_bytes
 
 WARM_MODEL = Path(__file__).parent / "tasks" / "sort_digits_warm"
 VLLM_INSTALL = "pip install -e '.[vllm]'"
+MODEL_TYPES = ("qwen3", "qwen2", "llama")
+MAX_SAMPLERS = 1024
+MAX_ROLLOUTS = 10_000_000
+"""Rollouts that all slots together may hold."""
+MAX_VERSION = (1 << 31) - 1
+"""A policy version is an int32 beside each token."""
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+_AT_LEAST = {
+    "steps": 1,
+    "epochs": 1,
+    "save_every": 0,
+    "eval_every": 0,
+    "eval_problems": 0,
+    "start_version": 0,
+    "samplers": 1,
+    "seed": 0,
+    "sampling.max_retries": 0,
+    "sampling.max_concurrent_rollouts": 1,
+    "sampling.max_new_tokens": 1,
+    "learner.warmup_steps": 0,
+    "learner.num_substeps": 1,
+    "learner.num_minibatches": 1,
+    "learner.micro_batch_tokens": 1,
+    "fake.num_problems": 1,
+    "fake.tokens_per_rollout": 1,
+    "fake.weight_bytes": 1,
+    "logging.num_logged_rollouts": 0,
+}
+_ABOVE_ZERO = (
+    "sampling.temperature",
+    "sampling.rollout_timeout_s",
+    "learner.learning_rate",
+    "learner.max_grad_norm",
+    "learner.parity_limit",
+    "warn_every_s",
+    "weights_overdue_s",
+)
+_ZERO_OR_ABOVE = (
+    "learner.clip_high",
+    "learner.weight_decay",
+    "fake.train_s",
+    "fake.load_s",
+)
+_SHARES = ("learner.clip_low", "fake.raise_rate", "fake.constant_share")
+_BELOW_ONE = ("learner.adam_beta1", "learner.adam_beta2")
+
+_GPU_WORD = re.compile(r"[0-9]{1,4}|GPU-[0-9a-f-]+", re.IGNORECASE)
 
 
 def task_of(config: Config) -> Task:
@@ -73,23 +127,61 @@ def pacing_rule(config: Config) -> PacingRule:
         groups_per_batch=config.pacing.groups_per_batch,
         pipeline_depth=config.pacing.depth,
         max_steps_off_policy=config.pacing.max_steps_off_policy,
+        slot_bytes=run_slot_bytes(config, task_of(config)),
         last_version=config.start_version + config.steps,
     )
 
 
 def weight_bytes(config: Config) -> int:
-    """Bytes of the published weights, from the headers of the model's files."""
+    """Bytes of the published weights, from the headers of the model's files. Raises: ConfigError"""
     if engine_of(config) == "fake":
         return config.fake.weight_bytes
+    folder = model_folder(config)
     total = 0
-    for path in sorted(model_folder(config).glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        for tensor in header.values():
-            begin, end = tensor["data_offsets"]
-            total += (end - begin) // _DTYPE_BYTES.get(tensor["dtype"], 4) * 4
+    for path in sorted(folder.glob("*.safetensors")):
+        for tensor in _tensors(path):
+            begin, end = tensor.data_offsets
+            total += (end - begin) // _DTYPE_BYTES.get(tensor.dtype, 4) * 4
+    _require(total > 0, "model", "must hold readable safetensors: they hold no weights", folder)
     return total
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """One entry of a safetensors header; offsets count from the end of the header."""
+
+    dtype: str
+    data_offsets: tuple[int, int]
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """Read the header of a safetensors file. Raises: ConfigError if it or its data is damaged."""
+    try:
+        return _read_tensors(path)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        rule = f"must hold readable safetensors: {reason}"
+        raise ConfigError("model", rule, path) from error
+
+
+def _read_tensors(path: Path) -> list[_Tensor]:
+    # Sizes are compared before anything is read: a damaged length may be any 64-bit number.
+    num_bytes = path.stat().st_size
+    if num_bytes < _LENGTH_BYTES:
+        raise ValueError(f"{num_bytes} bytes are no file of that form")
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        area_bytes = num_bytes - _LENGTH_BYTES - header_bytes
+        if area_bytes < 0:
+            raise ValueError(f"a header of {header_bytes} bytes in a file of {num_bytes}")
+        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, Any])
+    header.pop("__metadata__", None)
+    tensors = list(msgspec.convert(header, dict[str, _Tensor]).values())
+    if any(not 0 <= t.data_offsets[0] <= t.data_offsets[1] for t in tensors):
+        raise ValueError("a tensor ends before it begins")
+    wanted = max((tensor.data_offsets[1] for tensor in tensors), default=0)
+    if wanted != area_bytes:
+        raise ValueError(f"{area_bytes} bytes of weights where the header names {wanted}")
+    return tensors
 
 
 # -- rules between keys ------------------------------------------------------------------------
@@ -100,12 +192,12 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_pacing(config)
     _check_learner(config)
+    _check_gpus_form(config.gpus)
     if engine_of(config) == "fake":
         read_latencies(config.fake.latencies)
-    else:
-        task_of(config)
-        _check_model(config)
     task = task_of(config)
+    if engine_of(config) != "fake":
+        _check_model(config, task)
     if config.eval_problems > task.num_eval_problems:
         rule = f"must be at most {task.num_eval_problems}, the task's held-out problems"
         raise ConfigError("eval_problems", rule, config.eval_problems)
@@ -117,39 +209,40 @@ def _require(condition: bool, key: str, rule: str, value: object) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    at_least = {
-        "steps": (config.steps, 1),
-        "save_every": (config.save_every, 0),
-        "eval_every": (config.eval_every, 0),
-        "eval_problems": (config.eval_problems, 0),
-        "start_version": (config.start_version, 0),
-        "samplers": (num_samplers(config), 1),
-        "seed": (config.seed, 0),
-        "sampling.max_retries": (config.sampling.max_retries, 0),
-        "sampling.max_concurrent_rollouts": (config.sampling.max_concurrent_rollouts, 1),
-        "sampling.max_new_tokens": (config.sampling.max_new_tokens or 1, 1),
-        "learner.num_substeps": (config.learner.num_substeps, 1),
-        "learner.num_minibatches": (config.learner.num_minibatches, 1),
-        "learner.micro_batch_tokens": (config.learner.micro_batch_tokens, 1),
-        "fake.num_problems": (config.fake.num_problems, 1),
-        "fake.tokens_per_rollout": (config.fake.tokens_per_rollout, 1),
-        "fake.weight_bytes": (config.fake.weight_bytes, 1),
-    }
-    for key, (value, least) in at_least.items():
-        _require(value >= least, key, f"must be at least {least}", value)
-    if config.epochs is not None:
-        _require(config.epochs >= 1, "epochs", "must be at least 1", config.epochs)
-    positive = {
-        "sampling.temperature": config.sampling.temperature,
-        "sampling.rollout_timeout_s": config.sampling.rollout_timeout_s,
-        "learner.learning_rate": config.learner.learning_rate,
-        "learner.max_grad_norm": config.learner.max_grad_norm,
-        "warn_every_s": config.warn_every_s,
-        "weights_overdue_s": config.weights_overdue_s,
-    }
-    for key, number in positive.items():
-        _require(0 < number < float("inf"), key, "must be a number above 0", number)
+    """Check each number by itself; one that is unset passes, a NaN never does."""
+    for key, least in _AT_LEAST.items():
+        _check_range(config, key, f"must be at least {least}", least, inf)
+    for key in _ABOVE_ZERO:
+        _check_range(config, key, "must be a number above 0", 0, inf, closed=(False, False))
+    for key in _ZERO_OR_ABOVE:
+        _check_range(config, key, "must be a number, 0 or above", 0, inf, closed=(True, False))
+    for key in _SHARES:
+        _check_range(config, key, "must be in [0, 1]", 0, 1)
+    for key in _BELOW_ONE:
+        _check_range(config, key, "must be in [0, 1)", 0, 1, closed=(True, False))
+    _check_range(config, "samplers", f"must be at most {MAX_SAMPLERS}", 1, MAX_SAMPLERS)
+    rule = f"start_version + steps must be at most {MAX_VERSION}"
+    _require(config.start_version + config.steps <= MAX_VERSION, "steps", rule, config.steps)
     _require(config.learners in (None, 1), "learners", "must be 1 for now", config.learners)
+
+
+def _check_range(
+    config: Config,
+    key: str,
+    rule: str,
+    low: float,
+    high: float,
+    closed: tuple[bool, bool] = (True, True),
+) -> None:
+    """Check low <= value <= high; `closed` says whether each end itself is allowed."""
+    value = reduce(getattr, key.split("."), config)
+    if value is None:
+        return
+    assert isinstance(value, int | float)
+    inside = low < value < high or value in [
+        end for end, allowed in zip((low, high), closed, strict=True) if allowed
+    ]
+    _require(inside, key, rule, value)
 
 
 def _check_pacing(config: Config) -> None:
@@ -173,6 +266,12 @@ def _check_pacing(config: Config) -> None:
     if bound is not None:
         rule = f"must be at most max_steps_off_policy, which is {bound}"
         _require(pacing.depth <= bound, "pacing.pipeline_depth", rule, pacing.depth)
+    rollouts = pacing.groups_per_batch * pacing.group_size * (pacing.depth + 1)
+    rule = (
+        "groups_per_batch * group_size * (pipeline_depth + 1) must be at most "
+        f"{MAX_ROLLOUTS}, and is {rollouts}"
+    )
+    _require(rollouts <= MAX_ROLLOUTS, "pacing.groups_per_batch", rule, pacing.groups_per_batch)
 
 
 def _check_learner(config: Config) -> None:
@@ -185,12 +284,59 @@ def _check_learner(config: Config) -> None:
     )
 
 
-def _check_model(config: Config) -> None:
+def _check_gpus_form(text: str) -> None:
+    """Check that `gpus` can be read; whether this machine has them is check_machine's question."""
+    if not text:
+        return
+    words = _gpu_words(text)
+    rule = 'must be a count ("8"), ids ("0,3", "3,") or UUIDs ("GPU-8932f937,GPU-1b")'
+    _require(bool(words) and all(map(_GPU_WORD.fullmatch, words)), "gpus", rule, text)
+    if _is_count(text):
+        rule = "must be at least 1; leave it out to run on the CPU"
+        _require(int(text) >= 1, "gpus", rule, text)
+    _require(len({*words}) == len(words), "gpus", "must name each GPU once", text)
+
+
+def _is_count(gpus: str) -> bool:
+    return "," not in gpus and gpus.strip().isdigit()
+
+
+def _gpu_words(gpus: str) -> list[str]:
+    """Split into a count or names; a comma at the end makes one id a name ("3,")."""
+    words = [word.strip().lower() for word in gpus.split(",")]
+    return words[:-1] if len(words) > 1 and not words[-1] else words
+
+
+def _check_model(config: Config, task: Task) -> None:
     folder = model_folder(config)
     if not config.model and config.task != "sort_digits":
         raise ConfigError("model", f"must name a model folder for task {config.task}", "nothing")
+    try:
+        _check_model_files(folder)
+    except (OSError, ValueError) as error:  # a forbidden folder, a name that cannot be one
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("model", f"must be a readable folder: {reason}", folder) from error
+    weight_bytes(config)
+    check_model = getattr(task, "check_model", None)
+    reason = None if check_model is None else check_model(folder)
+    _require(reason is None, "model", f"must fit task {config.task}: {reason}", folder)
+
+
+class _ModelKind(msgspec.Struct, frozen=True):
+    model_type: str = "nothing"
+
+
+def _check_model_files(folder: Path) -> None:
     _require(folder.is_dir(), "model", "must be a folder that exists", folder)
-    _require((folder / "config.json").is_file(), "model", "must hold a config.json", folder)
+    path = folder / "config.json"
+    _require(path.is_file(), "model", "must hold a config.json", folder)
+    try:
+        kind = msgspec.json.decode(path.read_bytes(), type=_ModelKind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        rule = f"must hold a config.json that is JSON: {error}"
+        raise ConfigError("model", rule, folder) from error
+    rule = f"must have a model_type of {', '.join(MODEL_TYPES)} in {path}"
+    _require(kind.model_type in MODEL_TYPES, "model", rule, kind.model_type)
     has_weights = any(folder.glob("*.safetensors"))
     _require(has_weights, "model", "must hold *.safetensors weights", folder)
 
@@ -219,7 +365,7 @@ def _check_gpus(config: Config) -> None:
         return
     have = count_gpus()
     rule = f"must be at most the GPUs of this machine, {have}"
-    wanted = int(config.gpus) if config.gpus.isdigit() else 1
+    wanted = int(config.gpus) if _is_count(config.gpus) else len(_gpu_words(config.gpus))
     _require(wanted <= have, "gpus", rule, config.gpus)
     raise ConfigError("gpus", "GPU placement is not built yet; leave it out", config.gpus)
 
@@ -231,20 +377,31 @@ def count_gpus() -> int:
 
 
 def check_run_dir(config: Config) -> Path:
-    """Check that the run directory is new or empty and can be written; make nothing."""
+    """Check that the run directory is new or empty and can be written; make nothing.
+
+    Raises: ConfigError
+    """
     path = Path(config.run_dir)
+    _require("\0" not in config.run_dir, "run_dir", "must be a path", ascii(config.run_dir))
+    try:
+        _check_place(path)
+    except OSError as error:  # a forbidden folder on the way, a name too long
+        raise ConfigError("run_dir", f"must be writable: {error.strerror}", path) from error
+    return path
+
+
+def _check_place(path: Path) -> None:
     if path.exists():
         _require(path.is_dir(), "run_dir", "must be a directory", path)
         _require(os.access(path, os.W_OK | os.X_OK), "run_dir", "must be writable", path)
         rule = "must be new or empty; another run is in it"
         _require(not any(path.iterdir()), "run_dir", rule, path)
-        return path
+        return
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
     writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
     _require(writable, "run_dir", f"{parent} must be a writable directory", path)
-    return path
 
 
 def shared_memory_bytes(config: Config) -> int:
@@ -257,19 +414,33 @@ def shared_memory_bytes(config: Config) -> int:
 
 
 def describe(config: Config) -> str:
-    """Say what the settings mean: placement, memory, semantics."""
+    """Say what the settings mean: placement, memory, semantics, and what would stop them here."""
     lines = [
         *_placement(config),
         *_memory(config),
         *_semantics(config),
+        *_obstacles(config),
     ]
     return "\n".join(lines)
+
+
+def _obstacles(config: Config) -> list[str]:
+    """Say what would stop the run on this machine; the plan itself may be for another one."""
+    lines = []
+    for check in (check_run_dir, check_machine):
+        try:
+            check(config)
+        except ConfigError as error:
+            lines.append(f"would stop   error: {error}")
+    return lines
 
 
 def _placement(config: Config) -> list[str]:
     engine = engine_of(config)
     model = "scripted" if engine == "fake" else str(model_folder(config))
-    where = f"{config.gpus} GPUs" if config.gpus else "CPU, one thread each"
+    where = f"GPUs {config.gpus}" if config.gpus else "CPU, one thread each"
+    if _is_count(config.gpus):
+        where = f"{config.gpus} GPUs"
     return [
         f"placement   1 scheduler, {num_samplers(config)} sampler(s) with the {engine} engine, "
         f"1 learner; {where}",

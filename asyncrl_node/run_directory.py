@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from asyncrl_node.transport.slots import SlotFolder
 
 SHM_FOLDER = Path("/dev/shm")
 SOCKETS_PREFIX = "arl-"
+OWNER_FILE = "owner.json"
 
 
 class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,15 +63,59 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:06d}"
 
 
-def new_runtime(slot_bytes: int) -> Runtime:
-    """Make a run id and its private socket directory."""
-    run_id = secrets.token_hex(4)
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which process a socket directory belongs to; its start time tells it from a later one."""
+
+    pid: int
+    created_s: float
+
+
+def _sockets_base() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if len(base) > 60 or not os.access(base, os.W_OK):
         base = "/tmp"
-    sockets_dir = Path(base) / f"{SOCKETS_PREFIX}{run_id}"
+    return Path(base)
+
+
+def new_runtime(slot_bytes: int) -> Runtime:
+    """Make a run id and its private socket directory, with the name of its owner in it."""
+    run_id = secrets.token_hex(4)
+    sockets_dir = _sockets_base() / f"{SOCKETS_PREFIX}{run_id}"
     sockets_dir.mkdir(mode=0o700)
+    owner = Owner(os.getpid(), psutil.Process().create_time())
+    write_atomically(sockets_dir / OWNER_FILE, msgspec.json.encode(owner))
     return Runtime(run_id, str(sockets_dir), os.getpid(), slot_bytes)
+
+
+def sweep_dead_runs() -> int:
+    """Remove what runs of this user left whose launcher was killed; return how many runs.
+
+    A run whose owner lives, or whose directory says nothing of its owner, is left alone.
+    """
+    count = 0
+    for sockets_dir in _sockets_base().glob(f"{SOCKETS_PREFIX}????????"):
+        owner = _owner_of(sockets_dir)
+        if owner is not None and not _is_alive(owner):
+            run_id = sockets_dir.name.removeprefix(SOCKETS_PREFIX)
+            sweep(Runtime(run_id, str(sockets_dir), owner.pid, 0))
+            count += 1
+    return count
+
+
+def _owner_of(sockets_dir: Path) -> Owner | None:
+    try:
+        if sockets_dir.stat().st_uid != os.getuid():
+            return None
+        return msgspec.json.decode((sockets_dir / OWNER_FILE).read_bytes(), type=Owner)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _is_alive(owner: Owner) -> bool:
+    try:
+        return bool(abs(psutil.Process(owner.pid).create_time() - owner.created_s) < 1.0)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def shm_prefix(runtime: Runtime) -> str:

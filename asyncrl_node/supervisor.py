@@ -57,6 +57,7 @@ from asyncrl_node.run_directory import (
     Runtime,
     new_runtime,
     sweep,
+    sweep_dead_runs,
     write_atomically,
 )
 from asyncrl_node.transport.channel import Dealer, Peer, endpoint
@@ -362,7 +363,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _prepare(config: Config, directory: RunDirectory) -> Runtime:
-    """Make the run directory and what the processes need to find each other."""
+    """Make the run directory and what the processes need to find each other.
+
+    What launchers that were killed have left in memory is swept first.
+    """
+    sweep_dead_runs()
     directory.create()
     write_atomically(directory.config, encode_config(config))
     runtime = new_runtime(run_slot_bytes(config, task_of(config)))

@@ -134,6 +134,7 @@ class SchedulerCore:
         self._unplaced: deque[int] = deque()
         """Groups that lost their sampler; placed before anything new is admitted."""
         self._pending: PendingTake | None = None
+        self._reserved_bytes = 0
         self._gauges: Gauges | None = None
         """Read right after the newest publication, for the row of its step."""
         self._draining = False
@@ -482,6 +483,7 @@ class SchedulerCore:
         for group_id in self.pacing.publish(published.version):
             self._out.append(ReleaseSlot(self._groups.pop(group_id).key))
         self._gauges = self.pacing.gauges()
+        self._reserved_bytes = self.pacing.reserved_bytes
 
     def _on_step_finished(self, finished: StepFinished) -> None:
         assert self._gauges is not None
@@ -493,6 +495,7 @@ class SchedulerCore:
         row["async/completed_buffer_size"] = gauges.completed
         row["async/taken_groups"] = gauges.taken
         row["async/outstanding_groups"] = gauges.outstanding
+        row["async/reserved_bytes"] = self._reserved_bytes
         row["async/filtered_groups"] = totals.num_filtered
         row["async/timed_out_rollouts"] = totals.num_timeouts
         row["async/dropped_samples"] = totals.num_dropped_samples

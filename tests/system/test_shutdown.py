@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import traces_of_runs
-from tests.system.runs import ROOT, logs, pid_of, processes_of, trained
+from tests.system.runs import ROOT, fake_run, logs, pid_of, processes_of, trained
 
 
 @contextmanager
@@ -109,9 +109,8 @@ def wal_of(ledger: Path) -> bytes:
     return ledger.read_bytes() + (wal.read_bytes() if wal.exists() else b"")
 
 
-def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_launcher_and_the_next_run_sweeps(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    before = traces_of_runs()
     with running(run_dir) as launcher:
         wait_for_line(launcher, "step 2/")
         run_id = run_id_of(run_dir)
@@ -119,18 +118,10 @@ def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait(timeout=10)
         until(lambda: processes_of(run_id) == [], "the end of the children")
-    for path in traces_of_runs() - before:  # nobody was left to sweep; the test does
-        assert run_id in path.name
-        remove(path)
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        for entry in path.iterdir():
-            entry.unlink()
-        path.rmdir()
-    else:
-        path.unlink()
+    left = [path for path in traces_of_runs() if run_id in path.name]
+    assert left, "nobody was there to sweep"
+    fake_run(tmp_path / "next", "--steps", "1", "--groups-per-batch", "4")
+    assert [path for path in traces_of_runs() if run_id in path.name] == []
 
 
 @pytest.mark.usefixtures("nothing_left_behind")
