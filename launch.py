@@ -10,9 +10,22 @@ Ctrl-C twice: all is killed now. Whatever happens to this process, the kernel ki
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
-from asyncrl_node.supervisor import main
+
+def start() -> int:
+    """Run; until the supervisor listens for signals nothing is started, and one ends us at once.
+
+    An exception would not do: raised inside a callback of the import system it is printed and lost.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(130))
+    from asyncrl_node.supervisor import main
+
+    return main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(start())

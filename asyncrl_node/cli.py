@@ -156,6 +156,8 @@ def _set(values: dict[str, Any], key: Key, text: str) -> None:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
             raise ConfigError(part, "must be a table", section)
+    if any("\udc80" <= letter <= "\udcff" for letter in text):
+        raise ConfigError(key.name, "must be UTF-8 text", ascii(text))  # config.toml cannot hold it
     is_list = typing.get_origin(key.type) is tuple
     section[key.path[-1]] = [v for v in text.split(",") if v] if is_list else text
 

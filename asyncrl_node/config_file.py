@@ -23,7 +23,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError("config", f"must be a readable file: {error.strerror}", path) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of the form, the encoding, or a long number
         raise ConfigError("config", f"must be valid TOML: {error}", path) from error
 
 

@@ -335,6 +335,8 @@ class _Screen:
 
 def main(arguments: list[str]) -> int:
     """Run launch.py; return its exit code."""
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = Path(os.devnull).open("w")
     try:
         command = parse_command_line(arguments)
         if command.resume:
@@ -395,7 +397,9 @@ def _run(config: Config, directory: RunDirectory, runtime: Runtime, signals: Seq
         directory.runtime.unlink(missing_ok=True)
         for logger in loggers:
             logger.close()
-    print_summary(config, directory, supervisor.ended, fault, time.monotonic() - began_s)
+    wall_s = time.monotonic() - began_s
+    with contextlib.suppress(SystemExit, OSError):  # nobody reads it: the run is recorded
+        print_summary(config, directory, supervisor.ended, fault, wall_s)
     if fault is not None:
         sys.stderr.write(f"stopped: {fault}\n")
         return EXIT_RUN_FAULT

@@ -122,6 +122,7 @@ def test_each_flag_sets_its_own_key(key: Key) -> None:
         bool: "true",
         str: "word",
         tuple[int, ...]: "1,2",
+        float | None: "0.125",
     }.get(key.type, "7")
     if typing.get_origin(key.type) is typing.Literal:
         example = str(next(v for v in typing.get_args(key.type) if v != key.default))
@@ -274,6 +275,10 @@ def test_a_wrong_flag_is_one_line(arguments: list[str], error: str) -> None:
     assert refused(*arguments).startswith(error)
 
 
+def test_a_flag_that_no_file_can_hold_is_one_line() -> None:
+    assert refused("--task", "\udcff").startswith("task: must be UTF-8 text")
+
+
 @pytest.mark.parametrize(
     ("content", "error"),
     [
@@ -289,6 +294,8 @@ def test_a_wrong_flag_is_one_line(arguments: list[str], error: str) -> None:
         (b"seed = 1979-05-27", "seed: "),
         (b"steps = '''\n1\n2'''", r"steps: expected `int`, got `str` (got 1\n2)"),
         (b"['a\nb']", "config: must be valid TOML"),
+        (b"steps = " + b"9" * 5000, "config: must be valid TOML"),
+        (b"x = " + b"[" * 100_000, "config: must be valid TOML"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, content: bytes, error: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from asyncrl_node.run_directory import RunDirectory
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 5
-_MAX_WARNINGS = 3
+_MAX_WARNINGS = 2
+_WARNING_LINES = 2
 
 
 class View(Protocol):
@@ -110,8 +112,20 @@ class PlainView:
         self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except OSError:
+            # The reader left (`| head`) or the disk is full: that must not cost the run, whose
+            # records are in its own directory. From here on all words go nowhere, quietly.
+            _silence_stdout()
+
+
+def _silence_stdout() -> None:
+    """Point the descriptor elsewhere: what is still buffered then goes there too, at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, sys.stdout.fileno(), inheritable=False)
+    os.close(nowhere)
 
 
 class LiveView:
@@ -170,7 +184,7 @@ class LiveView:
         parts.append(self._figures())
         if self._status is not None and self._status.samplers:
             parts += [Text(), _samplers(self._status.samplers)]
-        parts += [Text(f"! {text}", style="yellow") for text in self._warnings]
+        parts += self._warning_lines(Group(*parts))
         return Panel(
             Group(*parts),
             title=f"[bold]asyncrl_node[/bold] · {self._title}",
@@ -180,6 +194,26 @@ class LiveView:
         )
 
     # -- pieces ------------------------------------------------------------------------------
+
+    def _warning_lines(self, above: RenderableType) -> list[Text]:
+        """Fit the newest warnings below the rest: a panel that is too tall loses its lower edge."""
+        width = self._console.width - 4  # the panel's frame and padding
+        options = self._console.options.update(width=width, height=None)
+        room = self._console.height - 2 - len(self._console.render_lines(above, options))
+        lines: list[Text] = []
+        for text in reversed(self._warnings):
+            most = min(_WARNING_LINES, room - len(lines))
+            if most > 0:
+                lines = [*self._cut(f"! {text}", width, most), *lines]
+        return lines
+
+    def _cut(self, text: str, width: int, most: int) -> list[Text]:
+        lines = Text(text, style="yellow").wrap(self._console, width)
+        if len(lines) > most:
+            lines[most - 1].rstrip()
+            lines[most - 1].truncate(width - 3)
+            lines[most - 1].append("...")
+        return list(lines[:most])
 
     def _progress(self) -> RenderableType:
         done, total = len(self._train), self._config.steps

@@ -11,10 +11,12 @@ The sampler imports this file: neither torch nor transformers may be reached fro
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import string
 import zlib
+from pathlib import Path
 
 from asyncrl_node.tasks.base import Environment, Outcome, Split, Task
 
@@ -80,6 +82,24 @@ def draw_digits(rng: random.Random, split: Split) -> str:
             return digits
 
 
+def check_model(folder: Path) -> str | None:
+    """Say why the model in a folder does not speak this vocabulary, or None if it does."""
+    try:
+        tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+        num_rows = json.loads((folder / "config.json").read_bytes())["vocab_size"]
+        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        token_ids = {**tokenizer["model"]["vocab"], **added}
+    except OSError as error:
+        return f"{Path(error.filename).name} must be readable: {error.strerror}"
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return "tokenizer.json must be one of the tokenizers library, config.json with vocab_size"
+    if token_ids != TOKEN_IDS:
+        return f"tokenizer.json must hold exactly the task's {len(SYMBOLS)} symbols, see SYMBOLS"
+    if not isinstance(num_rows, int) or num_rows < len(SYMBOLS):
+        return f"vocab_size must be at least {len(SYMBOLS)}, and is {num_rows}"
+    return None
+
+
 class SortDigitsEnvironment(Environment):
     """One attempt: one prompt, one answer, graded."""
 
@@ -132,6 +152,10 @@ class SortDigits(Task):
         Raises: IndexError outside the split.
         """
         return SortDigitsEnvironment(self.digits(split, index))
+
+    def check_model(self, folder: Path) -> str | None:
+        """Say why the model in a folder does not fit, or None if it does."""
+        return check_model(folder)
 
     def decode(self, tokens: list[int]) -> str:
         """Text of token ids, specials included."""

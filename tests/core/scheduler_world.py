@@ -31,6 +31,7 @@ from asyncrl_node.messages import (
     GroupFailed,
     GroupKey,
     GroupStarted,
+    Heartbeat,
     LearnerFinished,
     LearnerHello,
     Published,
@@ -76,6 +77,7 @@ class World:
         self.max_rollouts = max_rollouts
         self.now_s = 0.0
         self.incarnation = dict.fromkeys(range(num_samplers), 0)
+        self.silent: set[int] = set()
         self.slots: set[GroupKey] = set()
         self.orders: list[tuple[int, Any]] = []
         """(sampler, order), as sent."""
@@ -135,9 +137,14 @@ class World:
         return out
 
     def tick(self, at_s) -> list[str]:
-        """Let the clock run to a moment; return the warnings that this brings."""
+        """Let the clock run to a moment; return the warnings that this brings.
+
+        Samplers send their heartbeats, but those that are `silent`.
+        """
         self.run(at_s)
         before = len(self.reports)
+        for sampler in self.incarnation.keys() - self.silent:
+            self.handle(self.heartbeat(sampler))
         self.handle(self.module.Tick())
         return [r.text for r in self.reports[before:] if isinstance(r, Warned)]
 
@@ -174,6 +181,10 @@ class World:
         most = self.max_rollouts
         rollouts = most[sampler] if isinstance(most, tuple) else most
         self.handle(SamplerHello(sampler, self.incarnation[sampler], 1, rollouts))
+
+    def heartbeat(self, sampler, *, version=0, num_rollouts=0, loading=False) -> Heartbeat:
+        incarnation = self.incarnation[sampler]
+        return Heartbeat(sampler, incarnation, version, num_rollouts, 0, loading, 0)
 
     def die(self, sampler, told=True) -> int:
         """The process is gone; its messages under way may still come. Return its incarnation."""
@@ -248,7 +259,7 @@ class World:
         self.handle(Trained(self.version))
         self.version += 1
         self.handle(Published(self.version))
-        self.handle(StepFinished(self.version - 1, {"loss": 0.0}))
+        self.handle(StepFinished(self.version - 1, {"loss": 0.0, "reward/mean": 9.0}))
         if self.interrupted:
             self.handle(LearnerFinished())
         else:

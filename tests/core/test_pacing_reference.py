@@ -9,11 +9,13 @@ from collections import Counter
 from itertools import combinations
 from types import ModuleType
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl_node.core import pacing as shipped
+from asyncrl_node.errors import RunFault
 from tests.core.test_pacing import refused
 
 
@@ -75,6 +77,21 @@ class Reference:
             and (places is None or len(self.of("flight", "done")) + 1 <= places)
         )
 
+    def is_possible(self) -> bool:
+        """Say whether a resume with these groups can go on."""
+        rule = self.rule
+        return (
+            len(self.groups) <= rule.groups_per_batch * (rule.pipeline_depth + 1)
+            and all(g.num_bytes <= rule.slot_bytes for g in self.groups)
+            and (rule.max_bytes is None or sum(g.num_bytes for g in self.groups) <= rule.max_bytes)
+            and all(self.due(g) >= self.step for g in self.groups)
+            and self.fits([])
+        )
+
+    def due(self, group) -> float:
+        bound = self.rule.max_steps_off_policy
+        return float("inf") if bound is None else group.source + bound
+
     def fits(self, chosen) -> bool:
         """Rule 3, at every j."""
         rule = self.rule
@@ -83,7 +100,7 @@ class Reference:
             return True
         rest = [g for g in self.of("flight", "done") if g not in chosen]
         return all(
-            sum(1 for g in rest if g.source + bound <= self.step + j)
+            sum(1 for g in rest if self.due(g) <= self.step + j)
             <= rule.groups_per_batch * j + self.left - len(chosen)
             for j in range(bound + 1)
         )
@@ -129,23 +146,27 @@ class Reference:
         return [g.group_id for g in freed]
 
 
+def one_in(count):
+    """True once in `count`: destructive events are rare, or histories stay short."""
+    return st.integers(1, count).map(lambda number: number == count)
+
+
 RULES = st.builds(
     lambda batch, depth, more, none, last, room: shipped.PacingRule(
         batch,
         depth,
         None if none else depth + more,
         slot_bytes=3,
-        max_bytes=None if room is None else 3 * batch + room,
-        last_version=last,
+        max_bytes=3 * batch + room if room < 13 else None,
+        last_version=last if last < 9 else None,
     ),
     st.integers(1, 4),
     st.integers(0, 3),
     st.integers(0, 2),
-    st.sampled_from([False, False, False, True]),
-    st.none() | st.integers(1, 8),
-    st.none() | st.integers(0, 12),
+    one_in(6),
+    st.integers(1, 24),
+    st.integers(0, 36),
 )
-RARELY = st.integers(0, 9).map(lambda number: number == 0)
 
 
 class PacingAgainstReference(RuleBasedStateMachine):
@@ -153,14 +174,40 @@ class PacingAgainstReference(RuleBasedStateMachine):
 
     core: ModuleType = shipped
 
-    @initialize(rule=RULES)
-    def begin(self, rule) -> None:
+    @initialize(rule=RULES, data=st.data(), resumes=one_in(3))
+    def begin(self, rule, data, resumes) -> None:
         self.rule = rule
-        self.pacing = self.core.Pacing(rule)
-        self.reference = Reference(rule)
         self.next_id = 0
         self.fate: Counter[str] = Counter()
         self.ending = False
+        self.reference = Reference(rule)
+        self.pacing = self.core.Pacing(rule)
+        if resumes:
+            self.carry(data)
+
+    def carry(self, data) -> None:
+        """Resume with some completed groups, possible or not; refused, the run starts afresh."""
+        bound = self.rule.max_steps_off_policy
+        oldest = -2 if bound is None else -bound - 1
+        groups = st.tuples(st.integers(oldest, 0), st.integers(1, 4))
+        carried = data.draw(st.lists(groups, max_size=self.rule.num_slots + 1))
+        for source, num_bytes in carried:
+            self.pacing.carry(self.next_id, source, num_bytes)
+            group = Member(self.next_id, source, num_bytes)
+            self.note_done(group)
+            self.reference.groups.append(group)
+            self.next_id += 1
+        refused(self.pacing.carry, self.next_id, 1)
+        if self.reference.is_possible():
+            self.pacing.check_possible()
+            self.fate["admitted"] = len(carried)
+            return
+        with pytest.raises(RunFault, match="impossible_resume"):
+            self.pacing.check_possible()
+        self.reference = Reference(self.rule)
+        self.pacing = self.core.Pacing(self.rule)
+
+    # -- one event, on both ----------------------------------------------------------------------
 
     def pick(self, data, *states) -> Member | None:
         members = self.reference.of(*states)
@@ -171,20 +218,111 @@ class PacingAgainstReference(RuleBasedStateMachine):
         reference = self.reference
         return reference.published + (reference.step > reference.published) + reference.closed
 
+    def note_done(self, group) -> None:
+        self.reference.clock += 1
+        group.state, group.step, group.order = "done", -1, self.reference.clock
+
+    def admit_one(self, num_bytes) -> bool:
+        expected = self.reference.can_admit(num_bytes)
+        assert self.pacing.can_admit(num_bytes) == expected
+        if not expected:
+            refused(self.pacing.admit, self.next_id, num_bytes)
+            return False
+        assert self.pacing.admit(self.next_id, num_bytes) == self.reference.published
+        self.reference.groups.append(Member(self.next_id, self.reference.published, num_bytes))
+        self.next_id += 1
+        self.fate["admitted"] += 1
+        return True
+
+    def complete_one(self, group, version) -> None:
+        refused(self.pacing.complete, group.group_id, group.source - 1)
+        self.pacing.complete(group.group_id, version)
+        group.source = version
+        self.note_done(group)
+
+    def take_some(self, num_groups) -> str:
+        word, ids = self.reference.take(num_groups)
+        answer = self.pacing.take(num_groups)
+        if type(answer).__name__ == "Wait":
+            assert answer.reason == word
+        else:
+            assert type(answer).__name__ == word
+        if word == "Taken":
+            self.check_taken(answer, ids)
+            assert answer.closes_batch == self.reference.closed
+        return word
+
+    def check_taken(self, answer, ids) -> None:
+        assert list(answer.group_ids) == ids
+        bound = self.rule.max_steps_off_policy
+        for group_id in ids:
+            staleness = self.reference.step - self.reference.get(group_id).source
+            assert staleness >= 0
+            assert bound is None or staleness <= bound
+
+    def publish_one(self) -> None:
+        reference = self.reference
+        dropped = {g.group_id for g in reference.groups if g.dropped}
+        refused(self.pacing.publish, reference.published + 2)
+        freed = reference.publish()
+        assert sorted(self.pacing.publish(reference.published)) == sorted(freed)
+        self.fate["trained"] += len(set(freed) - dropped)
+
+    def prefetch_one(self) -> None:
+        self.pacing.collect_next()
+        self.reference.step, self.reference.closed = self.reference.step + 1, False
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.ending)
+    @rule(data=st.data(), num_steps=st.integers(1, 4), last_takes=st.integers(0, 6))
+    def advance(self, data, num_steps, last_takes) -> None:
+        """Whole steps: all slots full, the newest finish first, stragglers only when they must.
+
+        The last one may stop after some takes, or leave its batch closed and not published.
+        """
+        for step in range(num_steps):
+            while self.admit_one(3):
+                pass
+            flight = sorted(self.reference.of("flight"), key=lambda g: (g.source, g.group_id))
+            for _ in range(data.draw(st.integers(0, len(flight)))):
+                group = flight.pop()
+                self.complete_one(group, group.source)
+            if not self.take_a_batch(data, flight, last_takes if step + 1 == num_steps else 99):
+                return
+            if self.reference.step > self.reference.published:
+                self.publish_one()
+            if data.draw(st.booleans()):
+                self.publish_one()
+            elif step + 1 < num_steps:
+                self.prefetch_one()
+
+    def take_a_batch(self, data, flight, most) -> bool:
+        """Take, in pieces of one size, letting in-flight groups finish that are waited for."""
+        legal = self.legal_takes()
+        piece = data.draw(st.sampled_from(legal)) if legal else 0
+        for _ in range(most):
+            legal = self.legal_takes()
+            if not legal:
+                return True
+            word = self.take_some(min(piece, legal[-1]))
+            if word == "EndOfTraining" or (word == "fill" and not flight):
+                return False
+            if word in ("fill", "stragglers"):
+                group = flight.pop(0 if word == "stragglers" else -1)
+                self.complete_one(group, group.source)
+        return not self.legal_takes()
+
+    def legal_takes(self) -> list[int]:
+        batch = self.rule.groups_per_batch
+        return [n for n in range(1, self.reference.left + 1) if batch % n == 0]
+
+    @precondition(lambda self: not self.ending)
     @rule(num_bytes=st.integers(1, 3), count=st.integers(1, 4))
     def admit(self, num_bytes, count) -> None:
         for _ in range(count):
-            expected = self.reference.can_admit(num_bytes) and not self.ending
-            if self.ending:
+            if not self.admit_one(num_bytes):
                 return
-            assert self.pacing.can_admit(num_bytes) == expected
-            if not expected:
-                refused(self.pacing.admit, self.next_id, num_bytes)
-                return
-            assert self.pacing.admit(self.next_id, num_bytes) == self.reference.published
-            self.reference.groups.append(Member(self.next_id, self.reference.published, num_bytes))
-            self.next_id += 1
-            self.fate["admitted"] += 1
 
     @rule(data=st.data())
     def start(self, data) -> None:
@@ -199,15 +337,11 @@ class PacingAgainstReference(RuleBasedStateMachine):
     def complete(self, data, count) -> None:
         for _ in range(count):
             group = self.pick(data, "flight")
-            if group is None:
-                return
-            version = data.draw(st.integers(group.source, max(group.source, self.newest())))
-            self.pacing.complete(group.group_id, version)
-            group.source, group.state = version, "done"
-            self.reference.clock += 1
-            group.order = self.reference.clock
+            if group is not None:
+                version = data.draw(st.integers(group.source, max(group.source, self.newest())))
+                self.complete_one(group, version)
 
-    @rule(data=st.data(), really=RARELY)
+    @rule(data=st.data(), really=one_in(2))
     def drop(self, data, really) -> None:
         group = self.pick(data, "flight", "done", "taken") if really else None
         if group is None:
@@ -219,7 +353,7 @@ class PacingAgainstReference(RuleBasedStateMachine):
         self.fate["dropped"] += not group.dropped
         group.dropped = True
 
-    @rule(data=st.data(), really=RARELY)
+    @rule(data=st.data(), really=one_in(4))
     def crash(self, data, really) -> None:
         """A sampler dies: some of what is in flight starts anew."""
         for group in self.reference.of("flight") if really else ():
@@ -229,53 +363,32 @@ class PacingAgainstReference(RuleBasedStateMachine):
                 assert least == group.min_version
 
     @precondition(lambda self: not self.ending)
-    @rule(data=st.data(), whole=st.booleans())
-    def take(self, data, whole) -> None:
-        batch, left = self.rule.groups_per_batch, self.reference.left
-        divisors = [n for n in range(1, batch + 1) if batch % n == 0]
-        legal = [n for n in divisors if n <= left]
-        for num_groups in set(range(batch + 2)) - set(legal):
+    @rule(data=st.data())
+    def take(self, data) -> None:
+        legal = self.legal_takes()
+        for num_groups in set(range(-1, self.rule.groups_per_batch + 2)) - set(legal):
             refused(self.pacing.take, num_groups)
-        if not legal:
-            return
-        num_groups = max(legal) if whole else data.draw(st.sampled_from(legal))
-        word, ids = self.reference.take(num_groups)
-        answer = self.pacing.take(num_groups)
-        if type(answer).__name__ == "Wait":
-            assert answer.reason == word
-            return
-        assert type(answer).__name__ == word
-        if word == "Taken":
-            assert list(answer.group_ids) == ids
-            assert answer.closes_batch == self.reference.closed
-            for group_id in ids:
-                staleness = self.reference.step - self.reference.get(group_id).source
-                assert staleness >= 0
-                bound = self.rule.max_steps_off_policy
-                assert bound is None or staleness <= (bound if self.rule.pipeline_depth else 0)
+        if legal:
+            self.take_some(data.draw(st.sampled_from(legal)))
 
     @rule()
     def publish(self) -> None:
         reference = self.reference
-        if not reference.closed and reference.step == reference.published:
+        if reference.closed or reference.step > reference.published:
+            self.publish_one()
+        else:
             refused(self.pacing.publish, reference.published + 1)
-            return
-        dropped = {g.group_id for g in reference.groups if g.dropped}
-        freed = reference.publish()
-        assert sorted(self.pacing.publish(reference.published)) == sorted(freed)
-        self.fate["trained"] += len(set(freed) - dropped)
 
+    @precondition(lambda self: not self.ending)
     @rule()
     def collect_next(self) -> None:
         reference = self.reference
-        if not reference.closed or reference.step > reference.published or self.ending:
-            if not self.ending:
-                refused(self.pacing.collect_next)
+        if not reference.closed or reference.step > reference.published:
+            refused(self.pacing.collect_next)
             return
-        self.pacing.collect_next()
-        reference.step, reference.closed = reference.step + 1, False
+        self.prefetch_one()
 
-    @rule(really=RARELY)
+    @rule(really=one_in(2))
     def hand_back(self, really) -> None:
         reference = self.reference
         if not really:
@@ -287,18 +400,16 @@ class PacingAgainstReference(RuleBasedStateMachine):
         returned = self.pacing.hand_back()
         assert sorted(returned) == sorted(g.group_id for g in back if not g.dropped)
         for group_id in returned:
-            group = reference.get(group_id)
-            reference.clock += 1
-            group.state, group.step, group.order = "done", -1, reference.clock
+            self.note_done(reference.get(group_id))
         reference.groups = [g for g in reference.groups if g not in back or not g.dropped]
 
-    @rule(really=RARELY)
+    @rule(really=one_in(8))
     def end_of_data(self, really) -> None:
         if really:
             self.pacing.end_of_data()
             self.reference.exhausted = True
 
-    @rule(really=st.integers(0, 39).map(lambda number: number == 0))
+    @rule(really=one_in(20))
     def close_short(self, really) -> None:
         """Shutdown after the first update: nothing is admitted or taken from here on."""
         reference = self.reference
@@ -309,8 +420,10 @@ class PacingAgainstReference(RuleBasedStateMachine):
             return
         answer = self.pacing.close_short()
         assert answer.closes_batch
-        assert list(answer.group_ids) == reference.fill_up()
+        self.check_taken(answer, reference.fill_up())
         self.ending = True
+
+    # -- after every rule ------------------------------------------------------------------------
 
     @invariant()
     def the_counts_agree(self) -> None:
@@ -324,6 +437,9 @@ class PacingAgainstReference(RuleBasedStateMachine):
         assert pacing.left == reference.left
         assert (pacing.step, pacing.published) == (reference.step, reference.published)
         assert pacing.places_left() == reference.places()
+        for step in (reference.published, reference.published + 1):
+            taken = {g.group_id for g in reference.of("taken") if g.step == step and not g.dropped}
+            assert set(pacing.taken_in(step)) == taken
         bound = self.rule.max_steps_off_policy
         for group in reference.groups:
             paced = pacing.group(group.group_id)
@@ -341,5 +457,5 @@ class PacingAgainstReference(RuleBasedStateMachine):
 
 TestPacingAgainstReference = PacingAgainstReference.TestCase
 TestPacingAgainstReference.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None
+    max_examples=200, stateful_step_count=40, deadline=None
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 from pathlib import Path
@@ -51,6 +52,7 @@ def eval_row(step: int, reward: float) -> Any:
         "step": step,
         "eval/reward_mean": reward,
         "eval/num_problems": 256,
+        "eval/num_failed": 0,
         "eval/version_min": step,
         "eval/version_max": step + 1,
     }
@@ -196,10 +198,57 @@ def test_the_live_view_shows_the_newest_warnings(directory: RunDirectory, width:
     for number in range(5):
         view.warn(f"warning {number} of [group 3] on [/sampler] 0: set rollout_timeout_s")
     text = flat(shown(view, width))
-    assert "warning 1" not in text
-    assert all(f"! warning {number} of [group 3] on [/sampler] 0" in text for number in (2, 3, 4))
+    assert "warning 2" not in text
+    assert all(f"! warning {number} of [group 3] on [/sampler] 0" in text for number in (3, 4))
+    assert text.index("warning 3") < text.index("warning 4")
     assert "bound none" in text
     assert "held-out rollouts out" not in text
+
+
+def drawn(directory: RunDirectory, height: int, learner: str) -> list[str]:
+    """Lines inside the frame at 80 columns, two samplers, every cause of time, long warnings."""
+    console = Console(width=80, height=height, file=io.StringIO(), force_terminal=True)
+    view = LiveView(make_config(), directory, console)
+    for step in range(3):
+        view.show_row(train_row(step, **dict.fromkeys(CAUSES, 1.0)))
+    view.show_status(make_status(samplers=make_status().samplers[:2], learner=learner))
+    for number in range(4):
+        view.warn(f"warning {number}: " + "a group is late, and nobody can say why; " * 20)
+    rendered = console.render_lines(view.render(), console.options.update(height=None))
+    lines = ["".join(segment.text for segment in line) for line in rendered]
+    assert len(lines) <= height
+    assert "Ctrl-C: finish the step, save, stop" in lines[-1]
+    return [line[2:-2].rstrip() for line in lines[1:-1]]
+
+
+STRAGGLERS = "; ".join(f"group {g} (problem {g}) on sampler 1, due in step 9" for g in (4, 5, 6))
+
+
+def test_long_warnings_leave_the_hint_on_a_small_terminal(directory: RunDirectory) -> None:
+    *_, first, second, third, fourth = drawn(directory, 24, "waiting for fill: 4 of 32 groups")
+    assert first.startswith("! warning 2: ")
+    assert second.endswith("...")
+    assert third.startswith("! warning 3: ")
+    assert fourth.endswith("...")
+
+
+@pytest.mark.parametrize(("height", "num_lines"), [(26, 4), (25, 3), (24, 2), (23, 1), (22, 0)])
+def test_the_newest_warning_is_the_last_to_go(
+    directory: RunDirectory, height: int, num_lines: int
+) -> None:
+    lines = drawn(directory, height, f"waiting for stragglers: {STRAGGLERS} and 9 more")
+    above = next((n for n, line in enumerate(lines) if line.startswith("! ")), len(lines))
+    assert len(lines) - above == num_lines
+    assert [line.startswith("! warning 3: ") for line in lines].count(True) == (num_lines > 0)
+
+
+@pytest.mark.parametrize("text", ["short", "two\nlines", "late " * 28])
+def test_a_warning_that_fits_is_not_cut(directory: RunDirectory, text: str) -> None:
+    view = live_view(directory, 80)
+    view.warn(text)
+    words = flat(shown(view, 80)).replace(" ", "")
+    assert "!" + "".join(text.split()) in words
+    assert "..." not in words
 
 
 def test_the_live_view_leaves_its_last_picture(directory: RunDirectory) -> None:
@@ -249,6 +298,35 @@ def test_plain_lines(directory: RunDirectory, capsys: pytest.CaptureFixture[str]
     ]
 
 
+class FullFile(io.StringIO):
+    """Standard output whose disk is full, over a descriptor of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self.failures = 0
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def flush(self) -> None:
+        if Path(f"/proc/self/fd/{self._descriptor}").readlink() != Path("/dev/null"):
+            self.failures += 1
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_plain_lines_go_silent_once_when_nobody_can_read_them(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "out").open("wb") as file:
+        out = FullFile(file.fileno())
+        monkeypatch.setattr("sys.stdout", out)
+        with PlainView(make_config(), directory) as view:
+            view.show_row(train_row(0))
+            view.warn("late")
+        assert out.failures == 1
+
+
 # -- the summary ---------------------------------------------------------------------------------
 
 
@@ -276,11 +354,11 @@ def test_the_summary_of_a_run_that_is_done(
     for fact in (
         "done, 4 steps",
         "0.100 before (step 0) -> 0.900 after (step 4), 256 problems",
-        "20 sampled = 12 trained + 3 filtered + 1 failed + 4 leftover",
+        "20 admitted = 12 trained + 3 filtered + 1 failed + 4 leftover",
         "1.00 on average, 2 at most (bound 8)",
         "12.3 s, start-up included",
         "train 50%, eval 50% of 8.0 s",
-        "busy 50% of its time",
+        "busy 100% of its time",
     ):
         assert fact in words, fact
     assert f"verify {directory.path}" in text
@@ -351,29 +429,70 @@ def advice(config: Config, **seconds: float) -> str:
     return advise(config, slow + [train_row(s, **seconds) for s in range(2, 12)])
 
 
+FIGURES = (
+    "(at pipeline_depth D = 1 and max_steps_off_policy K = 8, staleness was 1.0 on average and 2 "
+    "at most; the first 2 steps left out)"
+)
+
+
 def test_advice_for_stragglers_names_the_bound() -> None:
     text = advice(make_config(), waiting_for_stragglers=0.5, waiting_for_fill=2.0)
     assert "14% of its time for stragglers" in text
     assert "max_steps_off_policy 8" in text
     assert "a higher bound" in text
-    assert "staleness was 1.0 on average and 2 at most" in text
+    assert text.endswith(FIGURES)
 
 
 def test_advice_for_fill_names_its_price() -> None:
     text = advice(make_config(), waiting_for_fill=1.0)
     assert "50% of its time for groups" in text
     assert "add samplers" in text
-    assert "pipeline_depth 2 (staleness was" in text
+    assert f"pipeline_depth 2 {FIGURES}" in text
     deep = advice(make_config(depth=3, bound=3), waiting_for_fill=1.0)
     assert "pipeline_depth 4 (and max_steps_off_policy with it)" in deep
+    assert "D = 3 and max_steps_off_policy K = 3" in deep
     unbounded = advice(make_config(bound=None), waiting_for_fill=1.0)
-    assert "pipeline_depth 2 (staleness was" in unbounded
+    assert "pipeline_depth 2 (at" in unbounded
+    assert "K = none" in unbounded
 
 
 def test_advice_for_a_busy_learner_is_to_leave_it() -> None:
     text = advice(make_config(), waiting_for_fill=0.1, waiting_for_stragglers=0.05)
     assert "busy 87% of its time, so it sets the pace" in text
-    assert "depth" not in text.split("would only add")[1]
+    assert text.endswith(f"would only add staleness {FIGURES}")
+
+
+def test_advice_counts_neither_evaluation_nor_checkpoint() -> None:
+    asked_for = {"eval": 7.0, "checkpoint": 5.0}
+    assert "busy 80% of" in advice(make_config(), waiting_for_fill=0.25, **asked_for)
+    text = advice(make_config(), waiting_for_fill=1.0, **asked_for)
+    assert "waited 50% of its time for groups" in text
+    assert advice(make_config(), train=0.0, **asked_for) == "too few steps to advise on"
+
+
+@pytest.mark.parametrize(
+    ("bound", "seconds", "largest", "change"),
+    [
+        (8, {"publish": 2.0}, "67%, was publish", "a larger groups_per_batch"),
+        (8, {"other": 3.0}, "75%, was other", "logs/learner.log"),
+        (8, {"publish": 0.75, "other": 0.75}, "40%, was train", "leave D and K as they are"),
+        (
+            8,
+            {"train": 0.22, "waiting_for_fill": 0.24, "publish": 0.23, "other": 0.22}
+            | {"waiting_for_stragglers": 0.09, "eval": 5.0, "checkpoint": 2.0},
+            "24%, was waiting for fill",
+            "for its price in staleness",
+        ),
+        (None, {"waiting_for_stragglers": 3.0}, "75%, was waiting for stragglers", "rollout_timeo"),
+    ],
+)
+def test_advice_names_the_largest_cause_when_the_learner_is_not_busy(
+    bound: int | None, seconds: dict[str, float], largest: str, change: str
+) -> None:
+    text = advice(make_config(bound=bound), **seconds)
+    assert f"largest part of the learner's time, {largest}" in text
+    assert change in text
+    assert f"D = 1 and max_steps_off_policy K = {'none' if bound is None else 8}" in text
 
 
 # -- loggers -------------------------------------------------------------------------------------
