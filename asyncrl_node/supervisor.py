@@ -336,7 +336,7 @@ class _Screen:
 def main(arguments: list[str]) -> int:
     """Run launch.py; return its exit code."""
     if sys.stdout is None:  # closed by whoever started this
-        sys.stdout = Path(os.devnull).open("w")
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     try:
         command = parse_command_line(arguments)
         if command.resume:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -35,7 +36,6 @@ from asyncrl_node.messages import (
     LauncherMessage,
     LauncherReport,
     LearnerMessage,
-    LearnerOrder,
     SamplerExited,
     SamplerHello,
     SamplerMessage,
@@ -54,6 +54,7 @@ _TICK_S = 0.05
 _STATUS_EVERY_S = 0.2
 _FLUSH_EVERY_S = 0.05
 _LAUNCHER_WITHIN_S = 3.0
+_OBEY_AT_ONCE = 16
 
 LEARNER = Peer("learner")
 LAUNCHER = Peer("launcher")
@@ -94,15 +95,17 @@ class SchedulerProcess:
         self._incarnations: dict[int, int] = {}
         self._last_flush_s = 0.0
         self._last_status_s = 0.0
+        self._todo: deque[Instruction] = deque()
         self._finished = False
 
     def run(self) -> None:
         """Serve until the core says that everything is recorded."""
         try:
             while not self._finished:
-                self._router.socket.poll(_TICK_S * 1000)
+                self._router.socket.poll(0 if self._todo else _TICK_S * 1000)
                 self._drain_socket()
-                self._obey(self.core.handle(Tick(), time.monotonic()))
+                self._queue(self.core.handle(Tick(), time.monotonic()))
+                self._obey_some()
                 self._housekeeping()
             self._wait_for_launcher()
         finally:
@@ -126,36 +129,49 @@ class SchedulerProcess:
                 log.info("%s, pid %d", peer, message.pid)
             elif isinstance(message, SamplerExited):
                 log.warning("sampler %d, start %d, is gone", message.sampler, message.incarnation)
-            self._obey(self.core.handle(message, time.monotonic()))
+            self._queue(self.core.handle(message, time.monotonic()))
 
-    def _obey(self, instructions: list[Instruction]) -> None:
+    def _queue(self, instructions: list[Instruction]) -> None:
+        """Answer the learner at once; queue the rest, in order.
+
+        A publication brings dozens of admissions, each with a slot to make; the learner's next take
+        must not wait for them. Nothing it is told depends on what is still queued.
+        """
         for instruction in instructions:
-            match instruction:
-                case ToSampler():
-                    self._send_sampler(instruction.sampler, instruction.message)
-                case ToLearner():
-                    self._send(LEARNER, instruction.message)
-                case ToLauncher():
-                    self._report(instruction.message)
-                case ReserveSlot():
-                    self._slots.reserve(instruction.key)
-                case ReleaseSlot():
-                    self._slots.release(instruction.key)
-                case Record():
-                    self._ledger.add(instruction, time.time())
-                case WriteRow():
-                    self._rows.write(instruction.row)
-                case Finish():
-                    self._ledger.add_end(instruction.reason, time.time())
-                    self._finished = True
-                case _:
-                    assert_never(instruction)
+            if isinstance(instruction, ToLearner):
+                self._router.send(LEARNER, instruction.message)
+            else:
+                self._todo.append(instruction)
+
+    def _obey_some(self) -> None:
+        """Obey a few instructions, then look at the socket again."""
+        for _ in range(min(_OBEY_AT_ONCE, len(self._todo))):
+            self._obey(self._todo.popleft())
+
+    def _obey(self, instruction: Instruction) -> None:
+        match instruction:
+            case ToSampler():
+                self._send_sampler(instruction.sampler, instruction.message)
+            case ToLearner():
+                self._router.send(LEARNER, instruction.message)
+            case ToLauncher():
+                self._report(instruction.message)
+            case ReserveSlot():
+                self._slots.reserve(instruction.key)
+            case ReleaseSlot():
+                self._slots.release(instruction.key)
+            case Record():
+                self._ledger.add(instruction, time.time())
+            case WriteRow():
+                self._rows.write(instruction.row)
+            case Finish():
+                self._ledger.add_end(instruction.reason, time.time())
+                self._finished = True
+            case _:
+                assert_never(instruction)
 
     def _send_sampler(self, sampler: int, order: SamplerOrder) -> None:
-        self._send(Peer("sampler", sampler, self._incarnations[sampler]), order)
-
-    def _send(self, peer: Peer, message: SamplerOrder | LearnerOrder) -> None:
-        self._router.send(peer, message)
+        self._router.send(Peer("sampler", sampler, self._incarnations[sampler]), order)
 
     def _report(self, report: LauncherReport) -> None:
         log.info("%s", msgspec.json.encode(report).decode())
