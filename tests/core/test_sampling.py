@@ -43,6 +43,7 @@ from asyncrl_node.messages import (
     GroupStarted,
     Lease,
     LeaseGranted,
+    LoadStarted,
     Release,
     Stop,
     WeightsAvailable,
@@ -94,6 +95,7 @@ class Shell:
         for instruction in instructions:
             self._obey(instruction)
         self.validate()
+        self._check_room(instructions)
         return instructions
 
     def admit(self, group: int, attempt: int = 0, min_version: int = 0) -> None:
@@ -162,6 +164,14 @@ class Shell:
             assert not self.leasing, "started while the weights are being replaced"
         self.running[key] = start
         self.started.append(start)
+
+    def _check_room(self, instructions: list[SamplerInstruction]) -> None:
+        """An evaluation has not begun in room that queued training groups need, now or later."""
+        begun = [i.key for i in instructions if isinstance(i, StartRollout) and i.key.retry == 0]
+        if any(key.split == "eval" for key in begun):
+            room = self.settings.max_rollouts - len(self.running)
+            queued = self.core.heartbeat().num_queued_groups
+            assert room >= queued * self.settings.group_size
 
     def _of(self, group: GroupKey) -> list[RolloutKey]:
         wanted = ("train", group.group_id, group.attempt)
@@ -461,17 +471,44 @@ def test_evaluation_never_takes_the_room_a_training_group_waits_for(shell: Shell
     assert len(shell.to_scheduler) == 9
 
 
-def test_evaluation_uses_the_room_while_a_training_group_waits_for_weights(shell: Shell) -> None:
+def test_evaluation_leaves_room_for_a_training_group_that_waits_for_weights(shell: Shell) -> None:
+    """An evaluation may last: room it holds when the weights come is room the group waits for."""
     shell.admit(1, min_version=1)
     for problem in range(6):
         shell.evaluate(problem)
-    assert len(shell.running) == 4
+    assert len(shell.running) == 2, "two of four places, the others are for group 1"
+    shell.finish(next(iter(shell.running)))
+    assert len(shell.running) == 2, "the next evaluation takes the place of the last"
     shell.load(1)
-    assert not shell.keys_of(1)
-    for _ in range(2):
-        shell.finish(next(iter(shell.running)))
-    assert len(shell.keys_of(1)) == 2
+    assert len(shell.keys_of(1)) == 2, "it starts with its weights"
     assert len(shell.running) == 4
+    shell.finish_all()
+    assert len(shell.to_scheduler) == 6
+
+
+def test_evaluation_leaves_room_for_every_queued_group_not_only_for_the_head(shell: Shell) -> None:
+    shell.admit(1, min_version=1)
+    shell.admit(2, min_version=0)
+    for problem in range(4):
+        shell.evaluate(problem)
+    assert not shell.running, "group 1 is the head and keeps its turn; both need the room"
+    shell.load(1)
+    assert {key.owner for key in shell.running if key.split == "train"} == {1, 2}
+    assert len(shell.running) == 4
+    for key in shell.keys_of(1):
+        shell.finish(key)
+    assert sum(key.split == "eval" for key in shell.running) == 2, "now nothing is queued"
+
+
+def test_evaluation_leaves_room_for_a_newer_attempt_that_waits_for_weights(shell: Shell) -> None:
+    shell.admit(1)
+    shell.admit(1, attempt=1, min_version=1)
+    assert not shell.running
+    for problem in range(4):
+        shell.evaluate(problem)
+    assert [key.split for key in shell.running] == ["eval", "eval"]
+    shell.load(1)
+    assert [key.attempt for key in shell.keys_of(1)] == [1, 1]
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -484,7 +521,8 @@ def test_the_weight_transaction_in_its_order() -> None:
     assert shell.handle(manifest) == [OpenWeights(manifest)]
     assert shell.handle(WeightsAvailable(5)) == [ToLearner(Lease(3, 1))]
     assert shell.core.heartbeat().loading is False
-    assert shell.handle(LeaseGranted(5, HASH)) == [LoadWeights(5)]
+    started = ToLearner(LoadStarted(3, 1, 5))
+    assert shell.handle(LeaseGranted(5, HASH)) == [started, LoadWeights(5)]
     assert shell.core.heartbeat().loading is True
     assert shell.core.policy_version == -1
     assert shell.handle(CopyDone(5)) == [ToLearner(Release(3, 1, 5))]

@@ -294,6 +294,32 @@ def test_heartbeats_are_shown(core):
     assert (line.ready, line.policy_version, line.num_rollouts, line.loading) == (True, 3, 2, True)
 
 
+def test_a_sampler_that_falls_silent_is_replaced_and_its_groups_restart(core):
+    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=2, silent_s=30.0)
+    world.begin()
+    world.tick(25.0)
+    world.silent.add(0)
+    world.tick(55.0)
+    assert world.reports == [], "heard 30 s ago, not longer"
+    world.tick(56.0)
+    assert [(r.sampler, r.incarnation, r.name) for r in world.reports] == [(0, 0, "sampler_silent")]
+    assert "no heartbeat for 31 s" in world.reports[0].story
+    assert world.orders[-1][0] == 1
+    world.tick(57.0)
+    assert len(world.reports) == 1, "once"
+    complete(world, 0)
+    assert len(world.batches) == 1
+
+
+def test_only_ticks_find_a_sampler_silent(core):
+    """Messages that piled up while the scheduler stood still are read before it judges."""
+    world = by_hand(core, PacingRule(1, 0, 0), silent_s=30.0)
+    world.begin().run(500.0)
+    world.handle(world.heartbeat(0))
+    world.handle(core.Tick())
+    assert not any(isinstance(report, RestartSampler) for report in world.reports)
+
+
 def test_nothing_that_the_core_keeps_grows_with_the_run(core):
     world = World(core, PacingRule(2, 3, 3, last_version=300), num_samplers=2, max_rollouts=4)
     world.begin().run()
@@ -303,13 +329,99 @@ def test_nothing_that_the_core_keeps_grows_with_the_run(core):
 
 
 def test_an_idle_sampler_is_not_forgotten_however_long_another_works(core):
-    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=2)
+    world = by_hand(
+        core,
+        PacingRule(1, 0, 0),
+        num_samplers=2,
+        outcome=lambda problem: "constant",
+        filter_constant_rewards=True,
+    )
     world.begin()
     for group_id in range(100):
-        world.handle(GroupFailed(GroupKey(group_id, 0), "engine", "x"))
+        complete(world, group_id)
     assert {sampler for sampler, _ in world.orders} == {0}
     world.die(0)
     assert world.orders[-1][0] == 1
+
+
+def test_lost_groups_are_placed_again_in_the_order_of_their_admission(core):
+    world = by_hand(core, PacingRule(4, 1, 1), num_samplers=2, max_rollouts=(5, 3))
+    world.begin().run()
+    assert [sampler for sampler, _ in world.orders] == [0, 0, 0, 0, 0, 1, 1, 1]
+    world.die(0)
+    assert len(world.orders) == 8, "nobody has room"
+    complete(world, 5, 6, 7)
+    placed = [(sampler, order.key) for sampler, order in world.orders[8:]]
+    assert placed == [(1, GroupKey(group_id, 1)) for group_id in (0, 1, 2)]
+    world.hello(0)
+    assert [order.key for order in world.admissions()[11:]] == [GroupKey(3, 1), GroupKey(4, 1)]
+
+
+def test_a_group_lost_before_publication_and_placed_after_it_keeps_its_due_step(core):
+    """Its order asks for the version it restarted at, so that the order is what the rule counts."""
+    world = by_hand(core, PacingRule(1, 1, 1), num_samplers=2, max_rollouts=(1, 1))
+    world.begin().run()
+    assert [sampler for sampler, _ in world.orders] == [0, 1]
+    world.die(1)
+    complete(world, 0)
+    world.run(0.5)
+    assert world.core.status().published == 0
+    assert world.core.pacing.group(1).min_version == 0
+    assert [(order.key, order.min_version) for order in world.admissions()[2:]] == [
+        (GroupKey(1, 1), 0)
+    ]
+    world.die(0)
+    world.run()
+    assert world.version == 1
+    assert world.core.status().published == 1
+    world.hello(0)
+    again = {order.key: order.min_version for order in world.admissions()}
+    assert again[GroupKey(1, 2)] == 0, "lost again at version 0, placed at version 1"
+    assert world.core.pacing.due_step(1) == 1
+
+
+def test_seeds_are_the_users(core):
+    seeds = {}
+    for seed in (5, 6, 5):
+        world = by_hand(core, PacingRule(2, 1, 1), seed=seed)
+        world.begin()
+        chosen = [order.seed for order in world.admissions()]
+        assert len(set(chosen)) == 4, "each group its own"
+        assert seeds.setdefault(seed, chosen) == chosen, "the same again"
+    assert not set(seeds[5]) & set(seeds[6])
+
+
+def test_a_report_names_the_incarnation_that_failed(core):
+    world = by_hand(core, PacingRule(1, 0, 0), silent_s=30.0)
+    world.begin().run()
+    for incarnation in range(3):
+        if incarnation:
+            world.die(0)
+            world.hello(0)
+        world.handle(SamplerFault(0, incarnation, "wrong_hash", "the copy differs"))
+        assert world.reports[-1] == RestartSampler(0, incarnation, "wrong_hash", "the copy differs")
+    world.die(0)
+    world.hello(0)
+    world.silent.add(0)
+    world.tick(31.0)
+    (last,) = (r for r in world.reports if isinstance(r, RestartSampler) and r.incarnation == 3)
+    assert (last.sampler, last.name) == (0, "sampler_silent")
+
+
+def test_restarted_groups_are_counted_over_the_whole_run(core):
+    world = by_hand(core, PacingRule(2, 1, 2, last_version=3))
+    world.begin().run()
+    world.die(0)
+    world.hello(0)
+    complete(world, 0, 1)
+    world.run()
+    world.die(0)
+    world.hello(0)
+    complete(world, 2, 3)
+    world.run()
+    complete(world, 4, 5)
+    world.run()
+    assert [row["async/restarted_groups"] for row in world.rows] == [4, 8, 8]
 
 
 # -- filtered and failed --------------------------------------------------------------------------
@@ -356,6 +468,55 @@ def test_case_7_a_failed_group_is_recorded_and_its_slot_filled_again(core):
     assert sorted(problem for _, problem, _ in world.trained) == [1, 2, 3]
 
 
+def test_a_run_in_which_every_group_fails_stops_by_name(core):
+    world = World(core, PacingRule(2, 1, 1), outcome=lambda problem: "fails")
+    with pytest.raises(RunFault, match=r"every_rollout_fails.*last 16 groups.*always raises"):
+        world.begin().run()
+    assert world.core.totals.failed == 16
+
+
+def test_failures_between_which_something_succeeds_do_not_stop_the_run(core):
+    for good in ("good", "constant"):
+        world = World(
+            core,
+            PacingRule(1, 1, 1),
+            100,
+            outcome=lambda problem, good=good: "fails" if problem % 7 else good,
+            filter_constant_rewards=True,
+        )
+        world.begin().run()
+        assert world.ended().failed == 85
+
+
+def test_one_good_group_ends_a_stretch_without_signal(core):
+    """Every tenth group has signal, so the last twenty in a row never had none."""
+    world = World(
+        core,
+        PacingRule(2, 1, 1, last_version=4),
+        outcome=lambda problem: "good" if problem % 10 == 0 else "constant",
+        filter_constant_rewards=True,
+    )
+    world.begin().run()
+    assert world.ended().filtered > 60
+    assert [r for r in world.reports if isinstance(r, Warned)] == []
+    assert world.core.totals.filtered_in_a_row < 10
+
+
+def test_the_limit_of_failures_in_a_row_is_four_times_the_slots(core):
+    slots = 6
+    world = by_hand(core, PacingRule(2, 2, 2))
+    world.begin().run()
+    for group_id in range(4 * slots - 1):
+        world.handle(GroupFailed(GroupKey(group_id, 0), "engine", "x"))
+    complete(world, 4 * slots - 1)
+    assert world.core.totals.failed_in_a_row == 0, "one success resets the count"
+    for group_id in range(4 * slots, 8 * slots - 1):
+        world.handle(GroupFailed(GroupKey(group_id, 0), "engine", "x"))
+    with pytest.raises(RunFault, match="every_rollout_fails"):
+        world.core.handle(GroupFailed(GroupKey(8 * slots - 1, 0), "engine", "x"), world.now_s)
+    assert world.core.totals.failed_in_a_row == 4 * slots
+
+
 def test_a_filtered_group_frees_slot_and_place_at_once(core):
     world = by_hand(
         core, PacingRule(1, 0, 0), outcome=lambda p: "constant", filter_constant_rewards=True
@@ -383,9 +544,8 @@ def test_waiting_for_stragglers_is_only_what_the_rule_alone_holds_back(core):
     world.run(110.0)
     complete(world, 5)
     assert world.core.status().learner.startswith("waiting for stragglers: group 2 (problem 2)")
-    world.run(117.0)
+    world.tick(117.0)
     complete(world, 2)
-    world.handle(core.Tick())
     world.run(120.0)
     complete(world, 3)
     (_, second) = world.batches
@@ -425,6 +585,22 @@ def test_gauges_are_read_right_after_publication(core):
     assert (row["tokens/sampled"], row["tokens/discarded"]) == (20, 0)
     assert row["reward/mean"] == 0.5
     assert world.core.pacing.num_outstanding == 4
+
+
+def test_taken_groups_of_a_batch_collected_ahead_are_in_the_row(core):
+    """Prefetch: the next batch is partly taken when the weights of this one are published."""
+    world = by_hand(core, PacingRule(2, 2, 3), take=1)
+    world.begin().run()
+    complete(world, 0, 1)
+    world.run(0.5)
+    world.core.pacing.collect_next()
+    complete(world, 2)
+    assert len(world.core.pacing.take(1).group_ids) == 1
+    world.run(1.0)
+    (row,) = world.rows
+    assert row["async/taken_groups"] == 1
+    parts = ("in_flight_groups", "completed_buffer_size", "taken_groups")
+    assert row["async/outstanding_groups"] == sum(row["async/" + part] for part in parts) == 4
 
 
 def test_every_row_adds_up(core):
@@ -687,10 +863,13 @@ def test_evaluation_takes_no_slot_and_names_its_versions(core):
     assert world.rows == []
     world.handle(evaluated(orders[2][1], reward=0.0, version=1))
     (row,) = world.rows
-    assert (row["kind"], row["step"], row["eval/reward_mean"]) == ("eval", 0, 0.5)
-    assert (row["eval/num_problems"], row["eval/num_failed"]) == (2, 1)
+    assert (row["kind"], row["step"]) == ("eval", 0)
+    assert row["eval/reward_mean"] == pytest.approx(1 / 3), (
+        "what could not be sampled earned nothing"
+    )
+    assert (row["eval/num_problems"], row["eval/num_failed"]) == (3, 1)
     assert (row["eval/version_min"], row["eval/version_max"]) == (1, 3)
-    assert world.to_learner[-1] == EvaluationDone(1, 0.5)
+    assert world.to_learner[-1] == EvaluationDone(1, pytest.approx(1 / 3))
     assert world.core.status().evaluating == 0
 
 
@@ -712,6 +891,17 @@ def test_evaluation_of_a_lost_sampler_is_queued_again(core):
     assert world.to_learner == [EvaluationDone(1, 1.0)]
     world.handle(evaluated(kept))  # after the end
     assert len(world.rows) == 1
+
+
+def test_an_evaluation_is_ordered_at_its_own_version(core):
+    """Also when it is ordered again, after newer weights are public."""
+    world = by_hand(core, PacingRule(1, 0, 0), num_samplers=2, eval_problems=2)
+    world.begin().run()
+    world.handle(RequestEvaluation(1, 3, 3))
+    orders = world.evaluations()
+    assert [order.min_version for _, order in orders] == [3, 3]
+    world.die(orders[0][0])
+    assert world.evaluations()[-1][1].min_version == 3
 
 
 def test_evaluation_waits_for_a_sampler(core):

@@ -29,9 +29,8 @@ def test_an_overdue_weight_load_is_a_named_fault(tmp_path: Path) -> None:
         *("--fake.load-s", "1.5", "--weights-overdue-s", "0.2"),
     )
     assert done.returncode == 3, done.stdout + logs(run_dir)
-    assert "stopped: crash_loop: sampler 0 ended 4 times, the last time by weights_overdue" in (
-        done.stderr
-    )
+    ended = "stopped: crash_loop: sampler 0 ended 4 times in 10 minutes, the last time by "
+    assert f"{ended}weights_overdue" in done.stderr
     assert "began loading version 0" in done.stderr
 
 

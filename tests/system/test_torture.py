@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import secrets
+import shutil
+import sqlite3
 from collections import Counter
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.system.judge import Judged, judge
-from tests.system.runs import fake_run
+from asyncrl_node.core.order import problem_order
+from tests.conftest import traces_of_runs
+from tests.system.judge import CAUSES, Judged, judge
+from tests.system.runs import fake_run, kill, logs
+from tests.system.test_shutdown import run_id_of, running, until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -94,8 +104,8 @@ def test_no_bound_trains_the_oldest_first_and_waits_for_nobody(tmp_path: Path) -
     assert all(row["time/waiting_for_stragglers"] == 0 for row in judged.rows)
 
 
-def test_constant_reward_groups_are_filtered_on_record(tmp_path: Path) -> None:
-    """Case 24: the mean reward is over everything sampled, not over what the filter left."""
+def test_case_24_mean_reward_is_over_everything_sampled(tmp_path: Path) -> None:
+    """Constant groups are filtered on record, and count in the mean all the same."""
     flags = ("--pacing.filter-constant-rewards", "true", "--fake.constant-share", "0.4")
     judged = run(tmp_path, "outliers_30x", *flags)
     assert judged.events["filtered"] > 20
@@ -115,11 +125,11 @@ def test_a_stretch_where_every_group_is_filtered_names_itself(tmp_path: Path) ->
         *("--group-size", "2", "--fake.latencies", latencies(tmp_path, "even")),
     )
     assert "nothing is being learned: the last 40 groups all had constant rewards" in done.stdout
-    assert "200 sampled = 0 trained + 200 filtered" in " ".join(done.stdout.split())
+    assert "200 admitted = 0 trained + 200 filtered" in " ".join(done.stdout.split())
 
 
-def test_raising_rollouts_are_redone_one_by_one(tmp_path: Path) -> None:
-    """Case 8: 5 % of the attempts raise; with two retries hardly any sample is dropped."""
+def test_case_8_raising_rollouts_are_redone_one_by_one(tmp_path: Path) -> None:
+    """5 % of the attempts raise; with two retries hardly any sample is dropped."""
     judged = run(tmp_path, "even", "--fake.raise-rate", "0.05", "--group-size", "8")
     assert judged.events["failed"] == 0
     whole = sum(row["num_rollouts"] == 8 for row in judged.trained)
@@ -195,3 +205,234 @@ def test_data_longer_and_shorter_than_training(
     wanted = min(int(problems) * int(epochs), steps * 8)
     assert len(judged.trained) == wanted
     assert judged.events["admitted"] == wanted
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+def one_straggler(tmp_path: Path, slow_s: float) -> tuple[str, int]:
+    """Make the second problem of 512 that seed 0 admits slow; return the latencies and it."""
+    _, straggler = next(islice(problem_order(512, 0, None), 1, None))
+    path = tmp_path / "latencies.json"
+    path.write_text(json.dumps([slow_s if i == straggler else FAST_S for i in range(512)]))
+    return str(path), straggler
+
+
+@pytest.mark.parametrize("bound", ["1", "2"])
+def test_a_straggler_that_is_due_is_waited_for_and_counted_once(tmp_path: Path, bound: str) -> None:
+    """The second problem takes 0.5 s, all others nothing: the step it is due in waits for it."""
+    path, straggler = one_straggler(tmp_path, 0.5)
+    judged = run(
+        tmp_path, "even", "--fake.latencies", path, "--groups-per-batch", "4",
+        "--pipeline-depth", "1", "--max-steps-off-policy", bound, "--fake.num-problems", "512",
+        steps=12,
+    )  # fmt: skip
+    (slow,) = (row for row in judged.trained if row["problem"] == straggler)
+    assert slow["step"] - slow["version_min"] == int(bound)
+    for row in judged.rows:
+        waited_s = row["time/waiting_for_stragglers"]
+        if row["step"] == slow["step"]:
+            assert waited_s > 0.2
+            assert row["time/total"] - waited_s < 0.2, "and no other cause has these seconds"
+        else:
+            assert waited_s == 0
+
+
+def test_waiting_for_fill_is_not_waiting_for_stragglers(tmp_path: Path) -> None:
+    """Everything is slow and no bound binds: there is never a whole batch to hold back."""
+    path = tmp_path / "latencies.json"
+    path.write_text(json.dumps([0.3]))
+    judged = run(
+        tmp_path, "even", "--fake.latencies", str(path), "--groups-per-batch", "4",
+        "--pipeline-depth", "0", "--max-steps-off-policy", "8", steps=4,
+    )  # fmt: skip
+    assert all(row["time/waiting_for_stragglers"] == 0 for row in judged.rows)
+    assert all(row["time/waiting_for_fill"] > 0.2 for row in judged.rows)
+
+
+def test_case_10_a_sampler_dies_while_the_learner_waits_on_an_empty_buffer(tmp_path: Path) -> None:
+    """Its only sampler: the groups are sampled again within seconds, and the run ends well."""
+    path = tmp_path / "latencies.json"
+    path.write_text(json.dumps([1.0]))
+    run_dir = tmp_path / "run"
+
+    def counts() -> Counter[str]:
+        if not (run_dir / "ledger.sqlite").exists():
+            return Counter()
+        with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
+            tables = ledger.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            found = ledger.execute("SELECT event FROM events") if tables[0] else ()
+            return Counter(event for (event,) in found)
+
+    flags = ("--samplers", "1", "--steps", "3", "--group-size", "2", "--fake.latencies", str(path))
+    with running(run_dir, *flags, "--pipeline-depth", "0", "--fake.train-s", "0.01") as launcher:
+        until(lambda: counts()["started"] == 4, "the start of the first groups")
+        kill(run_id_of(run_dir), "sampler-0")
+        output, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0, output + errors + logs(run_dir)
+    judged = judge(run_dir)
+    assert judged.events["restarted"] == 4, "nothing was completed when it died"
+    assert [row["async/restarted_groups"] for row in judged.rows] == [4, 4, 4]
+    with sqlite3.connect(run_dir / "ledger.sqlite") as ledger:
+        lost_s, again_s = (
+            ledger.execute(f"SELECT min(time_s) FROM events WHERE {which}").fetchone()[0]
+            for which in ("event = 'restarted'", "event = 'started' AND attempt = 1")
+        )
+    assert 0 < again_s - lost_s < 10.0
+
+
+# -- the judge itself -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all that rows tell: a straggler, filtered groups, evaluations, checkpoints."""
+    folder = tmp_path_factory.mktemp("good")
+    path, _ = one_straggler(folder, 1.0)
+    fake_run(
+        folder / "run",
+        *("--samplers", "2", "--steps", "12", "--groups-per-batch", "4", "--group-size", "2"),
+        *("--pipeline-depth", "1", "--max-steps-off-policy", "2", "--fake.latencies", path),
+        *("--fake.num-problems", "512"),
+        *("--pacing.filter-constant-rewards", "true", "--fake.constant-share", "0.3"),
+        *("--eval-every", "5", "--eval-problems", "5", "--save-every", "4"),
+    )
+    judge(folder / "run")
+    return folder / "run"
+
+
+def add(key: str, amount: float) -> Callable[[dict[str, Any]], None]:
+    def change(row: dict[str, Any]) -> None:
+        row[key] += amount
+
+    return change
+
+
+def move(source: str, target: str, amount: float) -> Callable[[dict[str, Any]], None]:
+    def change(row: dict[str, Any]) -> None:
+        row[source] -= amount
+        row[target] += amount
+
+    return change
+
+
+def both(*changes: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    def change(row: dict[str, Any]) -> None:
+        for one in changes:
+            one(row)
+
+    return change
+
+
+FORGED_TRAIN = {
+    **{
+        f"{key} {amount:+}": add(key, amount)
+        for key, amount in (
+            *(("step", 1), ("reward/mean", 0.02), ("reward/mean", -0.02)),
+            *(("async/staleness_max", 1), ("async/staleness_min", -1), ("async/staleness_min", 1)),
+            *(("async/staleness_mean", 0.1), ("async/token_staleness_mean", 3)),
+            *(("async/token_staleness_mean", -3), ("async/in_flight_groups", 1)),
+            *(("async/completed_buffer_size", 1), ("async/taken_groups", 1)),
+            *(("async/outstanding_groups", -1), ("async/trained_groups", -1)),
+            *(("async/filtered_groups", 1), ("async/filtered_groups", -1)),
+            *(("async/restarted_groups", 1), ("async/timed_out_rollouts", 1)),
+            *(("async/dropped_samples", 1), ("tokens/sampled", 16), ("tokens/trained", 16)),
+            *(("tokens/discarded", 16), ("time/total", 0.3), ("time/total", -0.001)),
+            *((cause, 0.01) for cause in sorted(CAUSES)),
+            *((cause, -0.7) for cause in sorted(CAUSES)),
+        )
+    },
+    "16 tokens more, sampled and discarded": both(
+        add("tokens/sampled", 16), add("tokens/discarded", 16)
+    ),
+    "16 tokens less, sampled and trained": both(
+        add("tokens/sampled", -16), add("tokens/trained", -16)
+    ),
+    "a negative cause that still sums": move("time/other", "time/train", 1.0),
+    "stragglers called fill": move("time/waiting_for_stragglers", "time/waiting_for_fill", 0.6),
+    "stragglers called other": move("time/waiting_for_stragglers", "time/other", 0.6),
+    "fill that was not": both(add("time/waiting_for_fill", 0.6), add("time/total", 0.6)),
+    "training that was not": both(add("time/train", 0.6), add("time/total", 0.6)),
+    "stragglers that were not": both(
+        add("time/waiting_for_stragglers", 0.6), add("time/total", 0.6)
+    ),
+    "training called a checkpoint": move("time/train", "time/checkpoint", 0.005),
+    "training called an evaluation": move("time/train", "time/eval", 0.005),
+}
+FORGED_EVAL = {
+    f"{key} {amount:+}": add(key, amount)
+    for key, amount in (
+        *(("step", 1), ("step", -1), ("eval/reward_mean", 0.2), ("eval/reward_mean", -0.2)),
+        *(("eval/num_problems", 1), ("eval/num_failed", 1), ("eval/version_min", -1)),
+        ("eval/version_max", 100),
+    )
+}
+
+
+def forged(good_run: Path, tmp_path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Path:
+    """Copy a run with other figures."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good_run, run_dir)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    change(rows)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def test_the_judge_accepts_an_unchanged_copy(good_run: Path, tmp_path: Path) -> None:
+    assert judge(forged(good_run, tmp_path, lambda rows: None)).events["filtered"] > 0
+
+
+@pytest.mark.parametrize("name", FORGED_TRAIN)
+def test_the_judge_refuses_a_forged_train_row(good_run: Path, tmp_path: Path, name: str) -> None:
+    """In the row of the step that waited for the straggler."""
+
+    def change(rows: list[dict[str, Any]]) -> None:
+        train = [row for row in rows if row["kind"] == "train"]
+        row = max(train, key=lambda row: row["time/waiting_for_stragglers"])
+        assert row["time/waiting_for_stragglers"] > 0.6
+        FORGED_TRAIN[name](row)
+
+    run_dir = forged(good_run, tmp_path, change)
+    with pytest.raises(AssertionError):
+        judge(run_dir)
+
+
+@pytest.mark.parametrize("name", FORGED_EVAL)
+def test_the_judge_refuses_a_forged_eval_row(good_run: Path, tmp_path: Path, name: str) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        FORGED_EVAL[name]([row for row in rows if row["kind"] == "eval"][1])
+
+    run_dir = forged(good_run, tmp_path, change)
+    with pytest.raises(AssertionError):
+        judge(run_dir)
+
+
+def test_the_judge_refuses_a_missing_row(good_run: Path, tmp_path: Path) -> None:
+    for kind in ("train", "eval"):
+
+        def change(rows: list[dict[str, Any]], kind: str = kind) -> None:
+            rows.remove(next(row for row in rows if row["kind"] == kind))
+
+        run_dir = forged(good_run, tmp_path / kind, change)
+        with pytest.raises(AssertionError):
+            judge(run_dir)
+
+
+def test_the_guard_counts_what_our_runs_left_and_nothing_of_others() -> None:
+    ours, ours_gone, foreign = (f"arl-{secrets.token_hex(4)}" for _ in range(3))
+    before = traces_of_runs()
+    sockets = Path(os.environ["XDG_RUNTIME_DIR"])
+    files = [Path("/dev/shm") / f"{name}-g0-a0" for name in (ours, ours_gone, foreign)]
+    try:
+        for name in (ours, ours_gone):
+            (sockets / name).mkdir()
+        (sockets / ours_gone).rmdir()
+        for path in files:
+            path.touch()
+        assert traces_of_runs() - before == {sockets / ours, *files[:2]}
+    finally:
+        (sockets / ours).rmdir()
+        for path in files:
+            path.unlink()
+    assert traces_of_runs() == before
