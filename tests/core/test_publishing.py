@@ -207,6 +207,16 @@ def test_a_load_that_takes_too_long_is_a_fault(learner: Learner) -> None:
     assert free == BufferFree()
 
 
+def test_a_late_hello_of_the_process_at_fault_changes_nothing(learner: Learner) -> None:
+    """It holds the lease yet: its own old hello must not open the buffer."""
+    learner.lease(0)
+    learner.do(LoadStarted(0, 0, 3))
+    learner.wait(OVERDUE_S + 1)
+    assert learner.do(RequestWrite()) == []
+    assert learner.do(WeightsHello(0, 0)) == []
+    assert learner.core.lease_holders == [0]
+
+
 def test_a_sampler_at_fault_that_hands_its_lease_back_frees_the_buffer(learner: Learner) -> None:
     learner.lease(0)
     learner.do(LoadStarted(0, 0, 3))
