@@ -90,6 +90,8 @@ class LearnerProcess:
         self._saved_version = -1
         self._num_orders = 0
         self._num_evaluations = 0
+        self._open_evaluations: set[int] = set()
+        """Asked for and not answered yet."""
         self._last_version = config.start_version + config.steps
         self._clock = CauseClock()
 
@@ -210,8 +212,8 @@ class LearnerProcess:
                     return None
                 case EndOfData() | Stop():
                     raise Interrupted
-                case EvaluationDone():
-                    continue  # of an evaluation that nobody waits for
+                case EvaluationDone():  # one that nobody waits for
+                    self._open_evaluations.discard(order.evaluation)
 
     # -- after a step ------------------------------------------------------------------------
 
@@ -235,21 +237,26 @@ class LearnerProcess:
                 self._save()
 
     def _evaluate(self, wait: bool) -> None:
-        """Ask for an evaluation of the present version. Raises: Interrupted."""
+        """Ask for an evaluation of the present version.
+
+        Waiting is for every evaluation that is still open, so that none is lost at the end.
+        Raises: Interrupted.
+        """
         if self._config.eval_problems == 0:
             return
         self._num_evaluations += 1
         request = RequestEvaluation(self._num_evaluations, self._version, self._version)
         self._courier.send(request)
+        self._open_evaluations.add(request.evaluation)
         if not wait:
             return
         with self._clock.cause("eval"):
-            while True:
+            while self._open_evaluations:
                 order = self._courier.next_order()
                 if isinstance(order, EndOfData | Stop):
                     raise Interrupted
-                if isinstance(order, EvaluationDone) and order.evaluation == request.evaluation:
-                    return
+                if isinstance(order, EvaluationDone):
+                    self._open_evaluations.discard(order.evaluation)
 
     def _save(self) -> None:
         """Write a checkpoint: a draft folder, renamed when it is whole."""
