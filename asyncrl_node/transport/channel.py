@@ -17,7 +17,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_SOCKET_PATH_BYTES = 107
@@ -65,48 +64,10 @@ def _prepare(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
 
-class Dealer(Generic[Received, Sent]):
-    """One end of a private line to a ROUTER. `receive` never blocks."""
+class _Line(Generic[Received, Sent]):
+    """What both kinds of DEALER share: who we are, how messages are written and read."""
 
     def __init__(self, context: zmq.Context[Any], address: str, me: Peer, received: object) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        _prepare(self.socket)
-        self.socket.setsockopt(zmq.IDENTITY, me.identity())
-        self.socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: Any = msgspec.msgpack.Decoder(received)
-        self.num_malformed = 0
-
-    def send(self, message: Sent) -> None:
-        """Queue a message; returns at once."""
-        self.socket.send(self._encoder.encode(message))
-
-    def receive(self) -> Received | None:
-        """Return the next message, or None if there is none now."""
-        while True:
-            try:
-                payload = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                decoded: Received = self._decoder.decode(payload)
-            except _MALFORMED as error:
-                self.num_malformed += 1
-                log.warning("dropped a malformed message: %s", error)
-                continue
-            return decoded
-
-    def close(self) -> None:
-        """Close; queued messages get one second to leave."""
-        self.socket.close()
-
-
-class AsyncDealer(Generic[Received, Sent]):
-    """A Dealer for an asyncio loop: `receive` waits."""
-
-    def __init__(
-        self, context: zmq.asyncio.Context, address: str, me: Peer, received: object
-    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         _prepare(self.socket)
         self.socket.setsockopt(zmq.IDENTITY, me.identity())
@@ -119,21 +80,43 @@ class AsyncDealer(Generic[Received, Sent]):
         """Queue a message; returns at once (there is no high-water mark to wait at)."""
         self.socket.send(self._encoder.encode(message))
 
-    async def receive(self) -> Received:
-        """Wait for the next message; ended by the peer or by cancellation."""
-        while True:
-            payload = await self.socket.recv()
-            try:
-                decoded: Received = self._decoder.decode(payload)
-            except _MALFORMED as error:
-                self.num_malformed += 1
-                log.warning("dropped a malformed message: %s", error)
-                continue
-            return decoded
-
     def close(self) -> None:
         """Close; queued messages get one second to leave."""
         self.socket.close()
+
+    def _decode(self, payload: bytes) -> Received | None:
+        """Decode a message; None for a malformed one, which is counted and dropped."""
+        try:
+            decoded: Received = self._decoder.decode(payload)
+        except _MALFORMED as error:
+            self.num_malformed += 1
+            log.warning("dropped a malformed message: %s", error)
+            return None
+        return decoded
+
+
+class Dealer(_Line[Received, Sent]):
+    """One end of a private line to a ROUTER. `receive` never blocks."""
+
+    def receive(self) -> Received | None:
+        """Return the next message, or None if there is none now."""
+        while True:
+            try:
+                payload = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if (decoded := self._decode(payload)) is not None:
+                return decoded
+
+
+class AsyncDealer(_Line[Received, Sent]):
+    """A Dealer for an asyncio loop, made with an asyncio context: `receive` waits."""
+
+    async def receive(self) -> Received:
+        """Wait for the next message; ended by the peer or by cancellation."""
+        while True:
+            if (decoded := self._decode(await self.socket.recv())) is not None:
+                return decoded
 
 
 class Router(Generic[Received, Sent]):
