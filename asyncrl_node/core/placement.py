@@ -1,8 +1,8 @@
-"""Which GPUs learn and which sample: bytes, a forecast of the speed, and the split.
+"""Which GPUs learn and which sample: a forecast of the speed, and the split.
 
-    config.json -> ModelShape -> learner_bytes, sampler_bytes   what fits
-                              -> learner and sampler rates      how fast it would be
-                              -> choose_split -> Split          the fastest that fits
+    ModelShape -> learner_bytes, sampler_bytes   what fits (memory.py)
+               -> learner and sampler rates      how fast it would be
+               -> choose_split -> Split          the fastest that fits
 
 Everything here is arithmetic: it decides before anything starts, and a run may measure otherwise.
 Constants are estimates for bf16 dense decoders with gated feed-forwards; GB is 1e9 bytes.
@@ -17,37 +17,28 @@ Rule    Of the splits that fit, take the one with the greatest min(learners' rat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from asyncrl_node.core.memory import (
+    MAX_SEARCHED_GPUS,
+    MIN_KV_TOKENS,
+    STATE_BYTES,
+    USABLE_SHARE,
+    Build,
+    ModelShape,
+    Optimizer,
+    fewer_tokens,
+    host_bytes,
+    kv_bytes_per_token,
+    kv_tokens_of,
+    learner_bytes,
+    min_learner_ranks,
+    sampler_bytes,
+)
 from asyncrl_node.errors import ConfigError
 
-Optimizer = Literal["adamw", "adamw_bf16_sr", "adamw_cpu"]
-
-STATE_BYTES: dict[Optimizer, int] = {"adamw": 16, "adamw_bf16_sr": 8, "adamw_cpu": 4}
-"""GPU bytes per parameter, without the published copy.
-
-adamw          fp32 parameter 4, fp32 gradient 4, two fp32 moments 8
-adamw_bf16_sr  bf16 parameter 2 (rounded stochastically), bf16 gradient 2, two bf16 moments 4
-adamw_cpu      bf16 parameter 2, bf16 gradient 2; the rest is in host memory
-"""
-HOST_BYTES: dict[Optimizer, int] = {"adamw": 0, "adamw_bf16_sr": 0, "adamw_cpu": 16}
-"""Host bytes per parameter: fp32 parameter 4, gradient 4, moments 8."""
-PUBLISHED_BYTES = 2
-
-USABLE_SHARE = 0.93
-"""Of a card's memory; the rest is for fragmentation and what the forecast does not know."""
-LEARNER_FIXED_BYTES = 4_000_000_000
-"""CUDA context, NCCL buffers, kernels' workspaces."""
-SAMPLER_FIXED_BYTES = 3_000_000_000
-"""CUDA context, graphs, activations of a sampler."""
-HEAD_CHUNK_TOKENS = 2048
-MIN_KV_TOKENS = 150_000
-"""With less room for keys and values, a sampler decodes too few rollouts at once to be worth it."""
 KV_FILL = 0.85
 """Share of the key-value cache that running rollouts fill on average."""
-MAX_SEARCHED_GPUS = 64
-"""How far `more GPUs` is searched as a way out."""
 
 
 class Speed(NamedTuple):
@@ -83,171 +74,6 @@ def speed_of(gpu_name: str) -> Speed:
     return next(known, H100._replace(name=f"{gpu_name} taken for an H100"))
 
 
-class ModelShape(NamedTuple):
-    """The sizes of a dense decoder that memory and speed depend on."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ff: int
-    vocab: int
-    tied: bool
-    """The head is the embedding."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> ModelShape:
-        """Read a Hugging Face config.json; a `text_config` inside it is the one that counts.
-
-        Raises: ConfigError for a key that is missing, or a kind of model that is not counted here.
-        """
-        nested = config.get("text_config")
-        text = nested if isinstance(nested, Mapping) else config
-        _refuse_other_kinds(text)
-        heads = _integer(text, "num_attention_heads")
-        hidden = _integer(text, "hidden_size")
-        kind = str(text.get("model_type", ""))
-        biased = bool(text.get("attention_bias", False))
-        return cls(
-            layers=_integer(text, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=_integer(text, "num_key_value_heads", heads),
-            head_dim=_integer(text, "head_dim", hidden // heads),
-            ff=_integer(text, "intermediate_size"),
-            vocab=_integer(text, "vocab_size"),
-            tied=bool(text.get("tie_word_embeddings", kind.startswith("gemma"))),
-            qkv_bias=biased or kind == "qwen2",
-            output_bias=biased,
-            qk_norm=kind == "qwen3",
-        )
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer: 2 d h hd + 2 d kv hd + 3 d ff, norms and biases."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = 2 * self.hidden * (query + key) + 3 * self.hidden * self.ff
-        biases = self.qkv_bias * (query + 2 * key) + self.output_bias * self.hidden
-        return matrices + biases + 2 * self.hidden + self.qk_norm * 2 * self.head_dim
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the embedding."""
-        return self.vocab * self.hidden
-
-    @property
-    def head(self) -> int:
-        """Parameters of the head; 0 where it is the embedding."""
-        return 0 if self.tied else self.embedding
-
-    @property
-    def parameters(self) -> int:
-        """P, all of them."""
-        return self.layers * self.layer + self.embedding + self.head + self.hidden
-
-
-def _integer(config: Mapping[str, object], key: str, default: int = 0) -> int:
-    value = config.get(key) or default
-    if not isinstance(value, int) or value < 1:
-        rule = f"its config.json must give {key}, a whole number above 0"
-        raise ConfigError("model", rule, config.get(key, "nothing"))
-    return value
-
-
-def _refuse_other_kinds(config: Mapping[str, object]) -> None:
-    for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
-        if config.get(key):
-            rule = "must be a dense decoder with plain attention: placement counts no other kind"
-            raise ConfigError("model", rule, f"{key} {config[key]}")
-
-
-# -- bytes ---------------------------------------------------------------------------------------
-
-
-def learner_bytes(
-    shape: ModelShape,
-    ranks: int,
-    micro_batch_tokens: int,
-    optimizer: Optimizer = "adamw",
-    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
-) -> float:
-    """Forecast the bytes on each of `ranks` GPUs that share one learner (FSDP2).
-
-    (16 + 2) P / ranks      parameters, gradients, moments, published copy; 8 + 2 or 4 + 2 for the
-                            other optimizers
-    + 4 layers, and twice the embedding and head, in bf16     gathered and reduced (ranks > 1)
-    + 2 layers T d          one bf16 input kept per layer: full activation checkpointing
-    + 2.6 T (8 d + 3 ff + 2 (h + 2 kv) hd)      the layer that is being recomputed
-    + 2.5 * 2048 V * 4      fp32 logits of one chunk of the head, with their gradient
-    + 4 GB
-
-    More ranks need less each, but for one case: where most parameters are a tied embedding, two
-    ranks with adamw_cpu save less than gathering costs.
-    """
-    state = (STATE_BYTES[optimizer] + PUBLISHED_BYTES) * shape.parameters / ranks
-    gathered = 2 * (4 * shape.layer + 2 * (shape.embedding + shape.head)) if ranks > 1 else 0
-    attention = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    width = 8 * shape.hidden + 3 * shape.ff + attention
-    kept = 2 * shape.layers * shape.hidden
-    activations = micro_batch_tokens * (kept + 2.6 * width)
-    logits = 2.5 * head_chunk_tokens * shape.vocab * 4
-    return state + gathered + activations + logits + LEARNER_FIXED_BYTES
-
-
-def host_bytes(shape: ModelShape, optimizer: Optimizer) -> int:
-    """Forecast the host memory that the optimizer of all learners together takes."""
-    return HOST_BYTES[optimizer] * shape.parameters
-
-
-def min_learner_ranks(
-    shape: ModelShape,
-    gpu_bytes: int,
-    micro_batch_tokens: int,
-    optimizer: Optimizer = "adamw",
-    most: int = MAX_SEARCHED_GPUS,
-) -> int | None:
-    """The fewest GPUs that one learner fits on; None: not even on `most`."""
-    limit = USABLE_SHARE * gpu_bytes
-    fitting = (
-        ranks
-        for ranks in range(1, most + 1)
-        if learner_bytes(shape, ranks, micro_batch_tokens, optimizer) <= limit
-    )
-    return next(fitting, None)
-
-
-def kv_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes of the bf16 keys and values of one token, all layers: 2 * 2 * layers * kv * hd."""
-    return 4 * shape.layers * shape.kv_heads * shape.head_dim
-
-
-def update_reserve_bytes(shape: ModelShape) -> int:
-    """Bytes a sampler keeps free to take new weights: 2 * max(layer, embedding) + 0.5 GB."""
-    return 2 * 2 * max(shape.layer, shape.embedding) + 500_000_000
-
-
-def sampler_bytes(shape: ModelShape, tensor_parallel: int, kv_tokens: int) -> float:
-    """Forecast the bytes on each GPU of one sampler that holds `kv_tokens` of keys and values.
-
-    2 P / TP + 3 GB + update reserve + keys and values. The reserve is not divided: every rank
-    takes full tensors. Key-value heads are copied where TP is more than there are.
-    """
-    weights = 2 * shape.parameters / tensor_parallel + SAMPLER_FIXED_BYTES
-    share = 1 / min(tensor_parallel, shape.kv_heads)
-    return weights + update_reserve_bytes(shape) + kv_tokens * kv_bytes_per_token(shape) * share
-
-
-def kv_tokens_of(shape: ModelShape, tensor_parallel: int, gpu_bytes: int) -> int:
-    """Tokens of keys and values that one sampler can hold; at least 0."""
-    room = USABLE_SHARE * gpu_bytes - sampler_bytes(shape, tensor_parallel, 0)
-    share = min(tensor_parallel, shape.kv_heads)
-    return max(0, int(room * share / kv_bytes_per_token(shape)))
-
-
 # -- the forecast of the speed -------------------------------------------------------------------
 
 
@@ -264,6 +90,8 @@ class Workload(NamedTuple):
     """That one sampler runs at once."""
     outstanding_rollouts: int | None = None
     """That all samplers together may have: B * (D + 1) * group_size. None: always enough."""
+    build: Build = "planned"
+    """Whose bytes count; the speed is always the planned build's."""
 
     @property
     def pass_tokens(self) -> int:
@@ -317,7 +145,7 @@ def sampler_rate(
     """
     resident = work.resident_tokens
     running = _running_rollouts(
-        kv_tokens_of(shape, tensor_parallel, gpu_bytes), work, resident, samplers
+        kv_tokens_of(shape, tensor_parallel, gpu_bytes, work.build), work, resident, samplers
     )
     kv = running * resident * kv_bytes_per_token(shape)
     read_s = (2 * shape.parameters + kv) / (0.65 * speed.bytes_per_s * tensor_parallel)
@@ -398,7 +226,7 @@ def choose_split(
     fitting = [
         (learners, samplers)
         for learners, samplers in pairs
-        if learner_bytes(shape, learners, work.pass_tokens, work.optimizer) <= limit
+        if _learner_bytes(shape, learners, work) <= limit
     ]
     if not fitting:
         most = max(learners for learners, _ in pairs)
@@ -432,6 +260,10 @@ def _divides_heads(shape: ModelShape, width: int) -> bool:
     return shape.heads % width == 0 and pair[1] % pair[0] == 0
 
 
+def _learner_bytes(shape: ModelShape, ranks: int, work: Workload) -> float:
+    return learner_bytes(shape, ranks, work.pass_tokens, work.optimizer, work.build)
+
+
 def _least_kv_tokens(work: Workload) -> int:
     return max(MIN_KV_TOKENS, work.context_tokens)
 
@@ -450,10 +282,10 @@ def _tensor_parallel(
         rule = f"must leave a GPU of the {num_gpus} for the learner"
         raise ConfigError("tensor_parallel", rule, counts.tensor_parallel)
     for width in widths:
-        if kv_tokens_of(shape, width, gpu_bytes) >= _least_kv_tokens(work):
+        if kv_tokens_of(shape, width, gpu_bytes, work.build) >= _least_kv_tokens(work):
             return width
     width = widths[-1]
-    need = sampler_bytes(shape, width, _least_kv_tokens(work))
+    need = sampler_bytes(shape, width, _least_kv_tokens(work), work.build)
     raise ConfigError(
         "gpus",
         f"the sampler does not fit: on each of its {width} GPU(s) it needs {_gb(need)} for "
@@ -467,7 +299,7 @@ def _tensor_parallel(
 def _wider(shape: ModelShape, gpu_bytes: int, work: Workload, width: int) -> str:
     """Name the next width that would do, as the beginning of a list of ways out."""
     while (width := 2 * width) <= MAX_SEARCHED_GPUS:
-        fits = kv_tokens_of(shape, width, gpu_bytes) >= _least_kv_tokens(work)
+        fits = kv_tokens_of(shape, width, gpu_bytes, work.build) >= _least_kv_tokens(work)
         if fits and _divides_heads(shape, width):
             return f"tensor_parallel {width} on at least {width + 1} GPUs, "
     return ""
@@ -508,8 +340,8 @@ def _split(
         samplers=samplers,
         tensor_parallel=tensor_parallel,
         idle=num_gpus - learners - sampling,
-        learner_bytes=learner_bytes(shape, learners, work.pass_tokens, work.optimizer),
-        kv_tokens=kv_tokens_of(shape, tensor_parallel, gpu_bytes),
+        learner_bytes=_learner_bytes(shape, learners, work),
+        kv_tokens=kv_tokens_of(shape, tensor_parallel, gpu_bytes, work.build),
         learner_tokens_per_s=learners * learner_rate(shape, work, speed),
         sampler_tokens_per_s=sampling * rate,
         reason=(),
@@ -532,7 +364,7 @@ def _refuse_learner(
     counts: Counts,
 ) -> None:
     """Say what the learner needs, and which single changes would make it fit."""
-    need = learner_bytes(shape, most, work.pass_tokens, work.optimizer)
+    need = _learner_bytes(shape, most, work)
     ways, short = _ways_out(shape, num_gpus, gpu_bytes, work, most)
     out = "ways out: " + ("; ".join(ways) if ways else "none alone, combine them")
     if short:
@@ -552,7 +384,7 @@ def _ways_out(
 ) -> tuple[list[str], list[str]]:
     """Changes that suffice alone, and those that do not."""
     ways, short = [], []
-    tokens = _fewer_tokens(shape, gpu_bytes, work, most)
+    tokens = fewer_tokens(shape, gpu_bytes, work.pass_tokens, most, work.optimizer, work.build)
     if tokens is None:
         short.append("fewer tokens")
     else:
@@ -572,17 +404,6 @@ def _ways_out(
     else:
         ways.append(f"more GPUs: {ranks} for the learner, {num_gpus - most + ranks} in all")
     return ways, short
-
-
-def _fewer_tokens(shape: ModelShape, gpu_bytes: int, work: Workload, most: int) -> int | None:
-    """The greatest power of two below the present T that fits on `most` ranks; None below 1024."""
-    tokens = 1 << (work.pass_tokens - 1).bit_length() - 1
-    while tokens >= 1024:
-        need = learner_bytes(shape, most, tokens, work.optimizer)
-        if need <= USABLE_SHARE * gpu_bytes:
-            return tokens
-        tokens //= 2
-    return None
 
 
 def _reason(

@@ -12,26 +12,31 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_node.core import placement
-from asyncrl_node.core.placement import (
-    H100,
-    H200,
+from asyncrl_node.core.memory import (
+    MIN_KV_TOKENS,
     STATE_BYTES,
     USABLE_SHARE,
-    Counts,
     ModelShape,
-    Workload,
-    choose_split,
     host_bytes,
     kv_bytes_per_token,
     kv_tokens_of,
     learner_bytes,
-    learner_rate,
+    learner_parts,
     min_learner_ranks,
-    recompute_price,
     sampler_bytes,
+    sampler_parts,
+    update_reserve_bytes,
+)
+from asyncrl_node.core.placement import (
+    H100,
+    H200,
+    Counts,
+    Workload,
+    choose_split,
+    learner_rate,
+    recompute_price,
     sampler_rate,
     speed_of,
-    update_reserve_bytes,
 )
 from asyncrl_node.errors import ConfigError
 
@@ -147,6 +152,24 @@ def test_learner_bytes_of_8b_are_the_worked_example():
     """43.7 state + 5.5 publish + 6.5 gathered + 8.3 activations + 3.1 head + 4 = 71 GB."""
     assert learner_bytes(SHAPES["8B"], 3, 16384) / GB == pytest.approx(71, abs=0.5)
     assert learner_bytes(SHAPES["8B"], 4, 16384) / GB == pytest.approx(59, abs=0.5)
+
+
+def test_the_present_build_is_float32_and_recomputes_nothing():
+    """0.6B, passes of 8k: 20 bytes a parameter, 5.2 bytes a value of each of the 28 layers."""
+    shape = SHAPES["0.6B"]
+    width = 8 * 1024 + 3 * 3072 + 2 * (16 + 2 * 8) * 128
+    parts = learner_parts(shape, 1, 8192, build="present")
+    assert parts.state == 16 * shape.parameters
+    assert parts.published == 4 * shape.parameters
+    assert parts.gathered == 0
+    assert parts.activations == pytest.approx(28 * 5.2 * width * 8192)
+    assert parts.total / GB == pytest.approx(49.6, abs=0.1)
+    assert parts.total == learner_bytes(shape, 1, 8192, build="present") == sum(parts)
+    sampler = sampler_parts(shape, 1, 1000, "present")
+    assert sampler.weights == 4 * shape.parameters
+    assert sampler.cache == 2 * 1000 * kv_bytes_per_token(shape)
+    assert sampler.reserve == 2 * 4 * 151936 * 1024 + 500_000_000
+    assert kv_tokens_of(shape, 1, 80 * GB, "present") < kv_tokens_of(shape, 1, 80 * GB) / 2
 
 
 @pytest.mark.parametrize(
@@ -534,7 +557,7 @@ def test_the_split_is_the_best_of_all_that_fit(shape, num_gpus, card, asked):
     width = split.tensor_parallel
     assert split.learners + split.samplers * width == num_gpus
     assert split.learner_bytes <= USABLE_SHARE * card
-    assert split.kv_tokens >= max(placement.MIN_KV_TOKENS, asked.context_tokens)
+    assert split.kv_tokens >= max(MIN_KV_TOKENS, asked.context_tokens)
     best, most = 0.0, 0
     for samplers in range(1, (num_gpus - 1) // width + 1):
         learners = num_gpus - samplers * width
