@@ -58,6 +58,8 @@ class SamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """in_flight: weights swap between decode steps. between_groups: a sampler drains first."""
     max_concurrent_rollouts: int = 256
     """Rollouts that one sampler runs at once."""
+    kv_cache_bytes: int | None = None
+    """Keys and values on each GPU of a vllm sampler; unset: what the forecast leaves for them."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +72,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip_low: float = 0.2
     clip_high: float = 0.2
     """The ppo trust region: ratios in [1 - clip_low, 1 + clip_high]."""
+    optimizer: Literal["adamw", "adamw_bf16_sr", "adamw_cpu"] = "adamw"
+    """adamw keeps 16 bytes per parameter on the GPUs. The others (bf16 with stochastic rounding, 8;
+    moments in host memory, 4) are forecast by --dry-run and not built yet."""
     learning_rate: float = 3e-4
     warmup_steps: int = 10
     """Optimizer updates over which the learning rate rises linearly from 0."""
@@ -138,9 +143,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Literal["auto", "torch", "vllm", "fake"] = "auto"
     """auto: vllm where GPUs are asked for, else the embedded torch engine; fake: scripted."""
     gpus: str = ""
-    """How many GPUs of this box; empty: run on the CPU."""
+    """GPUs of this box: a count ("8"), ids ("0,3", and "3," for one) or UUIDs; those that
+    CUDA_VISIBLE_DEVICES hides stay hidden. Empty: run on the CPU."""
     samplers: int | None = None
+    """Sampler processes. Unset: one on the CPU; with GPUs, what the split rule chooses."""
     learners: int | None = None
+    """GPUs that learn; one for now, more for --dry-run. Unset: what the split rule chooses."""
+    tensor_parallel: int | None = None
+    """GPUs of one sampler. Unset: as few as its weights and 150,000 cached tokens fit on."""
     save_every: int = 0
     """Checkpoint every so many steps; 0: only after the last."""
     eval_every: int = 0

@@ -40,7 +40,7 @@ class Gpu(msgspec.Struct, frozen=True):
     """One card, as NVML shows it."""
 
     index: int
-    """As nvidia-smi shows it: in the order of the PCI bus."""
+    """As nvidia-smi shows it: in the order of the PCI bus; -1 for one that is made up."""
     uuid: str
     """Example: `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`."""
     name: str
@@ -343,8 +343,9 @@ def placement_table(placement: Placement) -> list[str]:
     rows = [("id", "UUID", "name", "memory", "NUMA", "role")]
     for gpu, role in _roles(placement):
         node = "-" if gpu.numa_node is None else str(gpu.numa_node)
-        memory = _gib(gpu.total_bytes)
-        rows.append((str(gpu.index), gpu.uuid, gpu.name, memory, node, role))
+        memory = f"{gpu.total_bytes / 1e9:.1f} GB"
+        index = "-" if gpu.index < 0 else str(gpu.index)
+        rows.append((index, gpu.uuid, gpu.name, memory, node, role))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

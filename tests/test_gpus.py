@@ -272,7 +272,7 @@ def test_the_table_shows_id_uuid_name_and_role():
     lines = placement_table(place(gpus, split(1, 1, 2, idle=1)))
     heading, *rows = lines
     assert heading.split() == ["id", "UUID", "name", "memory", "NUMA", "role"]
-    assert rows[0] == f"0   {uuid_of(0)}  NVIDIA H100 80GB HBM3  79.6 GiB  0     learner 0"
+    assert rows[0] == f"0   {uuid_of(0)}  NVIDIA H100 80GB HBM3  85.5 GB  0     learner 0"
     assert rows[2].endswith("0     sampler 0, rank 1")
     assert rows[3].endswith("-     idle")
     assert len(rows) == 4

@@ -158,7 +158,6 @@ def learner_parts(
     ranks: int,
     micro_batch_tokens: int,
     optimizer: Optimizer = "adamw",
-    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     build: Build = "planned",
 ) -> LearnerBytes:
     """Forecast the bytes on each of `ranks` GPUs that share one learner (FSDP2).
@@ -188,7 +187,7 @@ def learner_parts(
         published=item * shape.parameters / ranks,
         gathered=item * (4 * shape.layer + 2 * (shape.embedding + shape.head)) * (ranks > 1),
         activations=item * micro_batch_tokens * values,
-        logits=2.5 * head_chunk_tokens * shape.vocab * 4,
+        logits=2.5 * HEAD_CHUNK_TOKENS * shape.vocab * 4,
         fixed=LEARNER_FIXED_BYTES,
     )
 
@@ -201,7 +200,7 @@ def learner_bytes(
     build: Build = "planned",
 ) -> float:
     """Sum `learner_parts`."""
-    return learner_parts(shape, ranks, micro_batch_tokens, optimizer, build=build).total
+    return learner_parts(shape, ranks, micro_batch_tokens, optimizer, build).total
 
 
 def host_bytes(shape: ModelShape, optimizer: Optimizer) -> int:

@@ -420,7 +420,7 @@ def test_dry_run_plans_for_gpus_that_are_not_there(tmp_path: Path) -> None:
     done = launch(tmp_path / "run", "--dry-run", "--gpus", "8")
     assert done.returncode == 0, done.stderr
     assert "8 GPUs" in done.stdout
-    assert "would stop   error: " in done.stdout
+    assert "would stop  error: " in done.stdout
 
 
 def test_dry_run_says_what_would_stop_the_run(tmp_path: Path) -> None:
@@ -428,10 +428,10 @@ def test_dry_run_says_what_would_stop_the_run(tmp_path: Path) -> None:
     flags = ("--engine", "fake", "--fake.tokens-per-rollout", "100000000")
     done = launch(tmp_path, "--dry-run", *flags)
     assert (done.returncode, done.stderr) == (0, "")
-    stops = [line for line in done.stdout.splitlines() if line.startswith("would stop   ")]
+    stops = [line for line in done.stdout.splitlines() if line.startswith("would stop  ")]
     assert len(stops) == 2
     for line, key in zip(stops, ("run_dir", "pacing.groups_per_batch"), strict=True):
-        real = LINE.fullmatch(line.removeprefix("would stop   ") + "\n")
+        real = LINE.fullmatch(line.removeprefix("would stop  ") + "\n")
         assert real is not None
         assert real["key"] == key
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
