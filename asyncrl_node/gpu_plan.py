@@ -411,7 +411,7 @@ def _memory_table(plan: GpuPlan) -> list[str]:
     sampler = [_sampler_parts(plan, *column) for column in columns]
     cached = [f"{_cached_tokens(plan, *column):,}" for column in columns]
     return [
-        f"memory      {_row('GB on each GPU', titles)}     {usable}",
+        f"memory      {_row('forecast, GB on each GPU', titles)}     {usable}",
         *_rows("learner", _LEARNER_ROWS, learner, limit),
         *_rows("sampler", _SAMPLER_ROWS, sampler, limit),
         f"{_INDENT}{_row('tokens in its cache', cached)}",

@@ -192,10 +192,10 @@ def select_gpus(
     chosen: list[Gpu] = []
     for word in words:
         gpu = _find(word, gpus, "gpus", text)
-        _require(gpu in shown, f"{_label(gpu)} is hidden by {_setting(visible)}", text)
-        _require(gpu not in chosen, f"{_label(gpu)} is named twice", text)
+        _require(gpu in shown, f"{label(gpu)} is hidden by {_setting(visible)}", text)
+        _require(gpu not in chosen, f"{label(gpu)} is named twice", text)
         reason = why_unusable(gpu)
-        _require(reason is None, f"{_label(gpu)} {reason}", text)
+        _require(reason is None, f"{label(gpu)} {reason}", text)
         chosen.append(gpu)
     return tuple(chosen)
 
@@ -221,7 +221,7 @@ def visible_gpus(
         if word.isdigit() and len({each.name for each in gpus}) > 1:
             rule = "must hold UUIDs, or CUDA_DEVICE_ORDER must be PCI_BUS_ID: the cards differ"
             _require(device_order == "PCI_BUS_ID", rule, visible, "CUDA_VISIBLE_DEVICES")
-        rule = f"names {_label(gpu)} twice"
+        rule = f"names {label(gpu)} twice"
         _require(gpu not in shown, rule, visible, "CUDA_VISIBLE_DEVICES")
         shown.append(gpu)
     return tuple(shown)
@@ -262,7 +262,7 @@ def _first_free(
     rule = f"must be at most the GPUs of this machine, {'; '.join(limits)}"
     _require(count <= len(shown), rule, text)
     free = [gpu for gpu in shown if why_unusable(gpu) is None]
-    taken = (f"{_label(gpu)} {reason}" for gpu in shown if (reason := why_unusable(gpu)))
+    taken = (f"{label(gpu)} {reason}" for gpu in shown if (reason := why_unusable(gpu)))
     _require(count <= len(free), f"only {len(free)} are free: {'; '.join(taken)}", text)
     return tuple(free[:count])
 
@@ -285,7 +285,8 @@ def _find(word: str, gpus: Sequence[Gpu], key: str, value: str) -> Gpu:
     return found[0]
 
 
-def _label(gpu: Gpu) -> str:
+def label(gpu: Gpu) -> str:
+    """Name a card for a person: its id and the beginning of its UUID."""
     return f"GPU {gpu.index} ({_short(gpu.uuid)})"
 
 
@@ -371,7 +372,7 @@ def stray_processes(gpus: Iterable[Gpu], owned: Mapping[int, Set[str]]) -> list[
     Other people's processes are not looked at.
     """
     return [
-        f"process {each.pid} has a context of {_gib(each.used_bytes)} on {_label(gpu)}"
+        f"process {each.pid} has a context of {_gib(each.used_bytes)} on {label(gpu)}"
         for gpu in gpus
         for each in gpu.processes
         if each.pid in owned and gpu.uuid not in owned[each.pid]

@@ -19,6 +19,7 @@ import setproctitle
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import read_config
 from asyncrl_node.errors import EXIT_RUN_FAULT, EXIT_USER_ERROR, ConfigError, RunFault
+from asyncrl_node.plan import engine_of
 from asyncrl_node.run_directory import RunDirectory, Runtime, write_atomically
 
 LAUNCHER_PID = "ASYNCRL_LAUNCHER_PID"
@@ -93,6 +94,7 @@ def run_process(role: str, main: Callable[[ProcessContext], None]) -> None:
         incarnation=args.incarnation,
     )
     try:
+        _check_gpus(role, context)
         main(context)
     except RunFault as fault:
         leave_fault(directory, name, fault.name, fault.story)
@@ -103,6 +105,27 @@ def run_process(role: str, main: Callable[[ProcessContext], None]) -> None:
         story = traceback.format_exception_only(error)[-1].strip()
         leave_fault(directory, name, "crash", f"{story}; see {directory.logs / name}.log")
         sys.exit(EXIT_RUN_FAULT)
+
+
+def _check_gpus(role: str, context: ProcessContext) -> None:
+    """Compare the cards that this process sees with its own; the scripted engine touches none.
+
+    Raises: RunFault
+    """
+    own = given_gpus(role, context.index, context.runtime)
+    if own and engine_of(context.config) != "fake":
+        from asyncrl_node.own_gpus import check_own_gpus
+
+        check_own_gpus(own)
+
+
+def given_gpus(role: str, index: int, runtime: Runtime) -> tuple[str, ...]:
+    """UUIDs of the cards that the launcher gave to a process; none on a CPU."""
+    if role == "learner":
+        return runtime.learner_gpus
+    if role == "sampler" and index < len(runtime.sampler_gpus):
+        return runtime.sampler_gpus[index]
+    return ()
 
 
 def leave_fault(directory: RunDirectory, process: str, name: str, story: str) -> None:

@@ -29,6 +29,10 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: int
     run_attempt: int = 0
     """0 for a new run, +1 with every resume."""
+    learner_gpus: tuple[str, ...] = ()
+    """UUIDs by rank; empty on a CPU."""
+    sampler_gpus: tuple[tuple[str, ...], ...] = ()
+    """UUIDs of each sampler's cards; one started by hand beside them has none."""
 
 
 class RunDirectory:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
+import psutil
 import zmq
 
 from asyncrl_node.cli import parse_command_line
@@ -25,6 +27,9 @@ from asyncrl_node.errors import (
     ConfigError,
     RunFault,
 )
+from asyncrl_node.gpu_plan import GpuPlan, resolved, start_lines
+from asyncrl_node.gpu_watch import THREAD_VARIABLES, GpuWatch, Role, usable_cores
+from asyncrl_node.gpus import Nvml
 from asyncrl_node.inspect.follow import RowFollower
 from asyncrl_node.inspect.loggers import MetricLogger, check_loggers, make_loggers
 from asyncrl_node.inspect.summary import print_summary
@@ -41,6 +46,7 @@ from asyncrl_node.messages import (
     Warned,
 )
 from asyncrl_node.plan import (
+    NVML,
     check_config,
     check_machine,
     check_run_dir,
@@ -66,6 +72,7 @@ _POLL_MS = 100
 _MAX_RESTARTS = 3
 _CRASH_LOOP_S = 600.0
 _END_WITHIN_S = 15.0
+_ASK_NVML_EVERY_S = 0.5
 
 
 class Child:
@@ -105,14 +112,16 @@ class Sampler:
         self.child: Child | None = None
         self.restarts_s: list[float] = []
         """When it was restarted, of late."""
+        self.waits_since_s: float | None = None
+        """Since when its cards should be free; None: it runs."""
+        self.wait_is_told = False
 
 
 def _environment() -> dict[str, str]:
     """One thread per process: two OpenMP threads each on two cores made a job ten times slower."""
-    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     own = {LAUNCHER_PID: str(os.getpid())}
-    return {**os.environ, **dict.fromkeys(threads, "1"), **quiet, **own}
+    return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), **quiet, **own}
 
 
 class Supervisor:
@@ -125,10 +134,12 @@ class Supervisor:
         runtime: Runtime,
         show: Callable[[LauncherReport | None], None],
         signals: Sequence[int],
+        watch: GpuWatch | None = None,
     ) -> None:
         """Take `show`, which is called with every report, and with None several times a second.
 
-        `signals` grows with every request to end: the first drains, the second kills.
+        `signals` grows with every request to end: the first drains, the second kills. `watch` has
+        the GPUs of the run; None: it runs on the CPU.
         """
         self._config = config
         self._directory = directory
@@ -142,6 +153,9 @@ class Supervisor:
         self._children: list[Child] = []
         self._samplers = [Sampler(index) for index in range(num_samplers(config))]
         self._signals = signals
+        self._watch = watch
+        self._asked_nvml_s = 0.0
+        self._looked_for_strays = False
         self._drained = False
         self.ended: RunEnded | None = None
 
@@ -166,27 +180,31 @@ class Supervisor:
         for sampler in self._samplers:
             self._spawn_sampler(sampler)
 
-    def _spawn(
-        self, name: str, role: str, *more: str, environment: dict[str, str] | None = None
-    ) -> Child:
+    def _spawn(self, name: str, role: Role, *more: str, index: int = 0) -> Child:
         command = [sys.executable, "-m", f"asyncrl_node.{role}"]
         command += ["--run-dir", str(self._directory.path), *more]
-        child = Child(name, command, self._directory, environment or {})
+        child = Child(name, command, self._directory, self._environment(role, index))
         self._children.append(child)
         return child
 
     def _spawn_sampler(self, sampler: Sampler) -> None:
+        sampler.waits_since_s, sampler.wait_is_told = None, False
         sampler.child = self._spawn(
             f"sampler-{sampler.index}",
             "sampler",
             *("--index", str(sampler.index), "--incarnation", str(sampler.incarnation)),
-            environment=self._sampler_environment(),
+            index=sampler.index,
         )
 
-    def _sampler_environment(self) -> dict[str, str]:
-        if engine_of(self._config) != "vllm":
-            return {}
-        return vllm_environment(not self._config.gpus, -1, self._runtime.sockets_dir)
+    def _environment(self, role: Role, index: int) -> dict[str, str]:
+        """Make what is added to the environment of a process."""
+        more: dict[str, str] = {}
+        if role == "sampler" and engine_of(self._config) == "vllm":
+            on_cpu = self._watch is None
+            more = vllm_environment(on_cpu, -1, self._runtime.sockets_dir)
+        if self._watch is not None:
+            more |= self._watch.environment_of(role, index, usable_cores(), os.environ)
+        return more
 
     def _poll(self) -> None:
         self._scheduler.socket.poll(_POLL_MS)
@@ -194,6 +212,7 @@ class Supervisor:
         self._show(None)
         if self.ended is None:
             self._watch_children()
+            self._start_waiting()
         if self._signals and not self._drained:
             self._drained = True
             self._scheduler.send(Drain())
@@ -208,9 +227,13 @@ class Supervisor:
                 self.ended = report
             case RestartSampler():
                 for sampler in self._samplers:
-                    if (sampler.index, sampler.incarnation) == (report.sampler, report.incarnation):
+                    known = (sampler.index, sampler.incarnation)
+                    if sampler.child and known == (report.sampler, report.incarnation):
                         self._restart(sampler, report)
-            case Status() | Warned():
+            case Status():
+                self._show(report)
+                self._look_for_strays(report)
+            case Warned():
                 self._show(report)
             case _:
                 assert_never(report)
@@ -273,7 +296,58 @@ class Supervisor:
         sampler.incarnation += 1
         fault = self._directory.logs / f"sampler-{sampler.index}.fault"
         fault.unlink(missing_ok=True)
-        self._spawn_sampler(sampler)
+        sampler.child = None
+        sampler.waits_since_s = now_s
+        self._start_waiting(ask_now=True)
+
+    # -- GPUs --------------------------------------------------------------------------------
+
+    def _start_waiting(self, ask_now: bool = False) -> None:
+        """Start the samplers that wait for their cards, as soon as nobody is on these.
+
+        The clock ends the wait. Raises: RunFault("gpu_not_free"), naming who is in the way.
+        """
+        now_s = time.monotonic()
+        waiting = [sampler for sampler in self._samplers if sampler.waits_since_s is not None]
+        if not waiting or (not ask_now and now_s - self._asked_nvml_s < _ASK_NVML_EVERY_S):
+            return
+        self._asked_nvml_s = now_s
+        for sampler in waiting:
+            reason = self._watch.why_not_free(sampler.index) if self._watch else ""
+            if not reason:
+                self._spawn_sampler(sampler)
+                continue
+            assert sampler.waits_since_s is not None
+            waited_s = now_s - sampler.waits_since_s
+            if waited_s > self._config.weights_overdue_s:
+                story = (
+                    f"sampler {sampler.index} cannot start again: {reason}, {waited_s:.0f} s after "
+                    "it ended; end that process, or raise weights_overdue_s"
+                )
+                raise RunFault("gpu_not_free", story)
+            if not sampler.wait_is_told:
+                sampler.wait_is_told = True
+                self._show(Warned(f"sampler {sampler.index} waits: {reason}"))
+
+    def _look_for_strays(self, status: Status) -> None:
+        """Warn of contexts on foreign cards, once, when every sampler has had an update."""
+        first = self._config.start_version
+        versions = [sampler.policy_version for sampler in status.samplers]
+        updated = len(versions) == len(self._samplers) and min(versions) > first
+        if self._watch is None or self._looked_for_strays or not updated:
+            return
+        self._looked_for_strays = True
+        owned: dict[int, frozenset[str]] = {}
+        learner = next(child for child in self._children if child.name == "learner")
+        places: list[tuple[Role, int, Child]] = [("learner", 0, learner)]
+        for sampler in self._samplers:
+            if sampler.child is not None:
+                places.append(("sampler", sampler.index, sampler.child))
+        for role, index, child in places:
+            uuids = frozenset(gpu.uuid for gpu in self._watch.gpus_of(role, index))
+            owned.update(dict.fromkeys(_family(child.process.pid), uuids))
+        for story in self._watch.strays(owned):
+            self._show(Warned(f"{story}, which is not its own: its memory is missing there"))
 
     def _wait_for_exits(self) -> None:
         """Give the processes the time to end by themselves; the owner of this wait is the clock."""
@@ -291,6 +365,15 @@ class Supervisor:
     def _kill_all(self) -> None:
         for child in self._children:
             child.kill()
+
+
+def _family(pid: int) -> list[int]:
+    """List a process and all below it: an engine's workers are its children."""
+    try:
+        process = psutil.Process(pid)
+        return [pid, *(child.pid for child in process.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def _died(code: int) -> str:
@@ -333,8 +416,8 @@ class _Screen:
                 logger.log(row)
 
 
-def main(arguments: list[str]) -> int:
-    """Run launch.py; return its exit code."""
+def main(arguments: list[str], nvml: Nvml = NVML) -> int:
+    """Run launch.py; return its exit code. `nvml` shows the machine's GPUs."""
     if sys.stdout is None:  # closed by whoever started this
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     try:
@@ -345,26 +428,37 @@ def main(arguments: list[str]) -> int:
         check_config(config)
         check_loggers(config)
         if command.dry_run:
-            sys.stdout.write(describe(config) + "\n")
+            sys.stdout.write(describe(config, nvml) + "\n")
             return 0
         path = check_run_dir(config)
-        check_machine(config)
+        plan = check_machine(config, nvml)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    watch = None
+    if plan is not None:
+        config = resolved(config, plan)
+        watch = GpuWatch(plan.placement, nvml)
+        _say(start_lines(plan))
     with _caught_signals() as signals:
         directory = RunDirectory(path.absolute())
         try:
-            runtime = _prepare(config, directory)
+            runtime = _prepare(config, directory, plan)
         except OSError as error:
             sys.stderr.write(f"error: run_dir: must be writable: {error} (got {path})\n")
             return EXIT_USER_ERROR
-        return _run(config, directory, runtime, signals)
+        return _run(config, directory, runtime, signals, watch)
 
 
-def _prepare(config: Config, directory: RunDirectory) -> Runtime:
+def _say(lines: Iterable[str]) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the view finds out too
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+
+
+def _prepare(config: Config, directory: RunDirectory, plan: GpuPlan | None) -> Runtime:
     """Make the run directory and what the processes need to find each other.
 
     What launchers that were killed have left in memory is swept first.
@@ -373,17 +467,30 @@ def _prepare(config: Config, directory: RunDirectory) -> Runtime:
     directory.create()
     write_atomically(directory.config, encode_config(config))
     runtime = new_runtime(run_slot_bytes(config, task_of(config)))
+    if plan is not None:
+        placement = plan.placement
+        runtime = msgspec.structs.replace(
+            runtime,
+            learner_gpus=tuple(gpu.uuid for gpu in placement.learners),
+            sampler_gpus=tuple(tuple(gpu.uuid for gpu in gpus) for gpus in placement.samplers),
+        )
     directory.write_runtime(runtime)
     return runtime
 
 
-def _run(config: Config, directory: RunDirectory, runtime: Runtime, signals: Sequence[int]) -> int:
+def _run(
+    config: Config,
+    directory: RunDirectory,
+    runtime: Runtime,
+    signals: Sequence[int],
+    watch: GpuWatch | None,
+) -> int:
     began_s = time.monotonic()
     fault: RunFault | None = None
     loggers = make_loggers(config, directory)
     view = make_view(config, directory)
     screen = _Screen(view, RowFollower(directory.metrics), loggers)
-    supervisor = Supervisor(config, directory, runtime, screen, signals)
+    supervisor = Supervisor(config, directory, runtime, screen, signals, watch)
     try:
         with view:
             for note in loss_notes(config):

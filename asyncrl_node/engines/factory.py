@@ -22,6 +22,7 @@ def make_engine(config: Config, task: Task) -> Engine:
             model_folder(config),
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
+            device="cuda" if config.gpus else "cpu",
         )
     from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
 
@@ -31,5 +32,7 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
             cpu=not config.gpus,
+            tensor_parallel=config.tensor_parallel or 1,
+            kv_cache_memory_bytes=config.sampling.kv_cache_bytes if config.gpus else None,
         ),
     )

@@ -101,6 +101,11 @@ class VllmSettings(NamedTuple):
     never see such a cache: it is salted with the version."""
     max_prefill_tokens: int = 2048
     """Tokens in one forward pass; a longer single prompt still goes alone on a CPU."""
+    tensor_parallel: int = 1
+    """GPUs that share this engine."""
+    kv_cache_memory_bytes: int | None = None
+    """Keys and values on each GPU, which leaves what an update needs; None: vLLM takes all there
+    is, and the first update finds no memory. On a CPU: what every row at its longest needs."""
 
 
 def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> dict[str, str]:
@@ -427,7 +432,11 @@ def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(settings.max_prefill_tokens, settings.max_context),
     }
-    on_gpu = {"max_num_batched_tokens": settings.max_prefill_tokens}
+    on_gpu = {
+        "max_num_batched_tokens": settings.max_prefill_tokens,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+    }
     arguments = AsyncEngineArgs(
         model=str(model_dir),
         runner="generate",

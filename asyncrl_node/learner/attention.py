@@ -18,6 +18,9 @@ sequence of L <= 48 tokens takes those of at least 0.8 L. At least 80 % of its p
 one call, not 256. Beyond 48 tokens padding costs more than calls, so only equal lengths share one.
 Bounds and index tensors are made once per pack (plan_attention), not once per layer.
 
+On a GPU (where this has not run) the same calls are made; torch.nn.attention.varlen is the way to
+one call for all, in bf16.
+
 trainer.py registers packed_attention and no_mask; this module does not know transformers.
 """
 
@@ -124,8 +127,7 @@ def packed_attention(
             "packed attention is plain causal attention; this model uses a soft cap or a sliding "
             f"window of {sliding_window} tokens, shorter than a rollout of {pack.max_length}",
         )
-    if query.device.type != "cpu":
-        # The seam for torch.nn.attention.varlen.varlen_attn with cu_seqlens.
+    if query.device.type not in ("cpu", "cuda"):
         raise RunFault("unsupported_device", f"no packed attention for {query.device} yet")
     # One split, not a slice per bucket: the gradient of a slice is as large as the whole pack.
     sizes = [bucket.num_tokens for bucket in pack.buckets]
@@ -142,6 +144,8 @@ def _attend(
     bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """Attend within one bucket: query [T, H, d], key and value [T, H_kv, d] -> [T, H, d]."""
+    if query.is_cuda:
+        key, value = (ungrouped(states, query.shape[1]) for states in (key, value))
     output = scaled_dot_product_attention(
         _to_rows(bucket, query),
         _to_rows(bucket, key),
@@ -152,6 +156,14 @@ def _attend(
     )
     places = output.transpose(1, 2).flatten(0, 1)
     return places if bucket.unpad is None else places.index_select(0, bucket.unpad)
+
+
+def ungrouped(states: Tensor, num_heads: int) -> Tensor:
+    """Repeat keys or values for every query head: [T, H_kv, d] -> [T, H, d].
+
+    On a GPU, SDPA's one float32 kernel that does not write out all L * L scores knows no groups.
+    """
+    return states.repeat_interleave(num_heads // states.shape[1], 1)
 
 
 def _to_rows(bucket: Bucket, tokens: Tensor) -> Tensor:

@@ -53,7 +53,11 @@ class Interrupted(Exception):
 
 
 def make_trainer(config: Config) -> Trainer:
-    """Make the trainer that goes with the engine; the heavy imports happen here."""
+    """Make the trainer that goes with the engine; the heavy imports happen here.
+
+    With `gpus` it sits on the one GPU that this process sees, in float32 without TF32's shorter
+    mantissas, so that its log-probabilities stay the sampler's. That has not run on a GPU.
+    """
     if engine_of(config) == "fake":
         from asyncrl_node.learner.fake_trainer import FakeTrainer
 
@@ -63,8 +67,12 @@ def make_trainer(config: Config) -> Trainer:
     from asyncrl_node.learner.trainer import Trainer as TorchTrainer
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = "cuda" if config.gpus else "cpu"
+    if device == "cuda":
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
     return TorchTrainer(
-        config.learner, model_folder(config), config.sampling.temperature, config.seed
+        config.learner, model_folder(config), config.sampling.temperature, config.seed, device
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncrl_node.errors import RunFault
-from asyncrl_node.learner.attention import packed_attention, plan_attention
+from asyncrl_node.learner.attention import packed_attention, plan_attention, ungrouped
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(
     lambda lengths: sorted(lengths, reverse=True)
@@ -136,3 +136,14 @@ def test_another_device_is_refused_by_name():
     states = [torch.empty(1, 1, 5, 8, device="meta")] * 3
     with pytest.raises(RunFault, match="unsupported_device"):
         attend_packed(*states, [5])
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
+def test_heads_without_groups_attend_alike(heads):
+    """What a GPU is handed: keys and values repeated for every query head."""
+    query, key, value = random_states([7], heads)
+    apart = [ungrouped(states[0].transpose(0, 1), heads[0]) for states in (key, value)]
+    repeated = [states.transpose(0, 1)[None] for states in apart]
+    assert [states.shape for states in repeated] == [query.shape] * 2
+    output = scaled_dot_product_attention(query, *repeated, is_causal=True)
+    torch.testing.assert_close(output.transpose(1, 2), attend_packed(query, key, value, [7]))
