@@ -26,6 +26,7 @@ from asyncrl_node.core.memory import (
     ModelShape,
     SamplerBytes,
     fewer_tokens,
+    kv_bytes_per_token,
     kv_tokens_of,
     learner_parts,
     sampler_parts,
@@ -218,7 +219,7 @@ def make_plan(ask: Ask, gpus: tuple[Gpu, ...], assumed: str = "") -> GpuPlan:
     config, shape, work = ask.config, ask.shape, ask.workload
     gpu_bytes = min(gpu.total_bytes for gpu in gpus)
     speed = min((speed_of(gpu.name) for gpu in gpus), key=lambda each: each.flops)
-    counts = Counts(config.learners, config.samplers, config.tensor_parallel)
+    counts = Counts(config.learners, config.samplers, _tensor_parallel(config))
     rule = choose_split(shape, len(gpus), gpu_bytes, work, speed, counts)
     present, refusal = None, None
     try:
@@ -286,8 +287,38 @@ def _present_split(
             f"{_gb(gpu_bytes)} GB; ways out: {_ways_out(shape, gpu_bytes, work, need)}",
             config.gpus,
         )
-    counts = Counts(1, config.samplers, config.tensor_parallel)
-    return choose_split(shape, num_gpus, gpu_bytes, work, speed, counts)
+    counts = Counts(1, config.samplers, _tensor_parallel(config))
+    split = choose_split(shape, num_gpus, gpu_bytes, work, speed, counts)
+    if config.engine == "torch":
+        _check_embedded(shape, gpu_bytes, work)
+    return split
+
+
+def _tensor_parallel(config: Config) -> int | None:
+    """GPUs of one sampler; the embedded engine knows one. Raises: ConfigError."""
+    if config.engine != "torch":
+        return config.tensor_parallel
+    if config.tensor_parallel not in (None, 1):
+        rule = "must be 1 with the torch engine"
+        raise ConfigError("tensor_parallel", rule, config.tensor_parallel)
+    return 1
+
+
+def _check_embedded(shape: ModelShape, gpu_bytes: int, work: Workload) -> None:
+    """Check the embedded engine: it holds its weights twice and a place for every rollout.
+
+    Raises: ConfigError
+    """
+    twice = 4 * shape.parameters // kv_bytes_per_token(shape, "present")
+    tokens = kv_tokens_of(shape, 1, gpu_bytes, "present") - twice
+    most = max(0, tokens) // work.context_tokens
+    if most < work.max_concurrent_rollouts:
+        rule = (
+            f"must be at most {most} with the torch engine, which keeps {work.context_tokens} "
+            "tokens of keys and values for each of them"
+        )
+        key = "sampling.max_concurrent_rollouts"
+        raise ConfigError(key, rule, work.max_concurrent_rollouts)
 
 
 def _ways_out(shape: ModelShape, gpu_bytes: int, work: Workload, need: float) -> str:
@@ -329,13 +360,21 @@ def describe_plan(plan: GpuPlan) -> list[str]:
         "",
         *_memory_table(plan),
         "",
-        f"updates     {plan.price.words} (keys and values of running rollouts)",
+        _updates(plan),
     ]
 
 
 def start_lines(plan: GpuPlan) -> list[str]:
     """Say at start what is about to run."""
-    return [*_present_words(plan), *(f"  {line}" for line in placement_table(plan.placement))]
+    return [
+        *_labelled("runs now", _present_words(plan)),
+        *(f"  {line}" for line in placement_table(plan.placement)),
+        _updates(plan),
+    ]
+
+
+def _updates(plan: GpuPlan) -> str:
+    return f"updates     {plan.price.words} (keys and values of running rollouts)"
 
 
 def model_words(plan: GpuPlan) -> str:

@@ -200,6 +200,17 @@ def test_one_gpu_is_refused(tmp_path):
     assert (error.key, error.rule) == ("gpus", "must be at least 2: one learns, one samples")
 
 
+@pytest.mark.parametrize("box", ["0.6B"], indirect=True)
+def test_the_embedded_engine_needs_a_place_for_every_rollout(box):
+    error = refusal(check_present, box.plan(1024, micro=8192, engine="torch"))
+    assert error.key == "sampling.max_concurrent_rollouts"
+    assert error.rule.startswith("must be at most 245 with the torch engine")
+    fewer = msgspec.structs.replace(Config().sampling, max_concurrent_rollouts=245)
+    check_present(box.plan(1024, micro=8192, engine="torch", sampling=fewer))
+    error = refusal(box.plan, engine="torch", tensor_parallel=2)
+    assert (error.key, error.rule) == ("tensor_parallel", "must be 1 with the torch engine")
+
+
 def test_a_torch_built_for_the_cpu_is_refused():
     assert "install a CUDA build" in refusal(check_torch, "2.13.0+cpu").rule
     check_torch("2.13.0")

@@ -265,7 +265,9 @@ def _learner_bytes(shape: ModelShape, ranks: int, work: Workload) -> float:
 
 
 def _least_kv_tokens(work: Workload) -> int:
-    return max(MIN_KV_TOKENS, work.context_tokens)
+    """One rollout at its longest; and enough to be worth a sampler, or all it may ever run."""
+    all_of_them = work.max_concurrent_rollouts * work.context_tokens
+    return max(work.context_tokens, min(MIN_KV_TOKENS, all_of_them))
 
 
 def _tensor_parallel(

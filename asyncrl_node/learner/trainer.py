@@ -324,7 +324,8 @@ class Trainer:
     def copy_weights_into(self, buffer: memoryview) -> None:
         """Write every parameter into `buffer`, laid out by the manifest.
 
-        Views into the buffer are kept, by its address; they are used during a call only.
+        Views into the buffer are kept, by its address; they are used during a call only. From a
+        GPU (where this has not run) all is copied on return too: the buffer is not pinned.
 
         Raises: ValueError for a read-only buffer, or one that is too small.
         """

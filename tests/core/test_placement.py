@@ -355,6 +355,17 @@ def test_a_sampler_that_cannot_hold_its_rollouts_is_refused():
     assert "400,128 tokens of keys and values" in error.rule
 
 
+def test_a_sampler_need_not_hold_more_than_it_may_ever_run():
+    """Qwen3-4B on cards of 24 GB: 62,000 tokens of keys and values."""
+    shape, counts = SHAPES["4B"], Counts(tensor_parallel=1)
+    asked = work(1024, "adamw_cpu")._replace(micro_batch_tokens=2048)
+    few = asked._replace(max_concurrent_rollouts=48)
+    split = choose_split(shape, 8, 24 * GB, few, counts=counts)
+    assert 48 * 1152 <= split.kv_tokens < MIN_KV_TOKENS
+    error = refusal(shape, 8, 24 * GB, asked, **counts._asdict())
+    assert "150,000 tokens of keys and values" in error.rule
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "counts", "key"),
     [
@@ -557,7 +568,8 @@ def test_the_split_is_the_best_of_all_that_fit(shape, num_gpus, card, asked):
     width = split.tensor_parallel
     assert split.learners + split.samplers * width == num_gpus
     assert split.learner_bytes <= USABLE_SHARE * card
-    assert split.kv_tokens >= max(MIN_KV_TOKENS, asked.context_tokens)
+    assert split.kv_tokens >= min(MIN_KV_TOKENS, 256 * asked.context_tokens)
+    assert split.kv_tokens >= asked.context_tokens
     best, most = 0.0, 0
     for samplers in range(1, (num_gpus - 1) // width + 1):
         learners = num_gpus - samplers * width
