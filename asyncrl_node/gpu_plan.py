@@ -267,7 +267,7 @@ def _refuse_unbuilt(config: Config) -> None:
         )
         raise ConfigError("learners", rule, config.learners)
     if config.learner.optimizer != "adamw":
-        rule = "is not built yet, --dry-run alone forecasts it; pass adamw"
+        rule = f"{config.learner.optimizer} is not built yet (--dry-run forecasts it); pass adamw"
         raise ConfigError("learner.optimizer", rule, config.learner.optimizer)
 
 
@@ -410,7 +410,8 @@ def _beside(label: str, lines: list[str]) -> list[str]:
 def _present_words(plan: GpuPlan) -> list[str]:
     if plan.present is None:
         assert plan.refusal is not None
-        return [f"nothing: {plan.refusal.rule}", "what follows is the planned placement"]
+        key = "" if plan.refusal.key == "gpus" else f"{plan.refusal.key}: "
+        return [f"nothing: {key}{plan.refusal.rule}", "what follows is the planned placement"]
     lines = [f"{_ratio(plan.present)}: {engine_words(plan)}, in float32"]
     if _ratio(plan.present) != _ratio(plan.rule):
         rule = f"the split rule alone would choose {_ratio(plan.rule)}"
@@ -454,7 +455,15 @@ def _memory_table(plan: GpuPlan) -> list[str]:
         *_rows("learner", _LEARNER_ROWS, learner, limit),
         *_rows("sampler", _SAMPLER_ROWS, sampler, limit),
         f"{_INDENT}{_row('tokens in its cache', cached)}",
+        f"  host      {_host_words(plan)}",
     ]
+
+
+def _host_words(plan: GpuPlan) -> str:
+    """Say what today's weight path takes of the host's memory, beside /dev/shm."""
+    gpus, copy = plan.split.sampler_gpus, 4 * plan.shape.parameters
+    total = f"{gpus} x {_gb(copy)} = {_gb(gpus * copy)} GB"
+    return f"now a copy of the weights for each sampler GPU: {total}; weights in /dev/shm"
 
 
 _LEARNER_ROWS = {

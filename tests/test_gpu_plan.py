@@ -145,6 +145,7 @@ def test_today_one_gpu_learns_and_the_rule_is_named_beside_it(box):
     words = "\n".join(describe_plan(plan))
     assert "runs now    1:7: 1 learner, 7 samplers, in float32" in words
     assert "one learner rank for now; the split rule alone would choose 3:5" in words
+    assert "a copy of the weights for each sampler GPU: 7 x 2.4 = 16.7 GB" in words
     assert [gpu.uuid for gpu in plan.placement.learners] == [uuid_of(0)]
     assert len(plan.placement.samplers) == 7
 
@@ -183,8 +184,8 @@ def test_ways_out_that_are_named_suffice(box):
     ("changes", "key", "rule"),
     [
         ({"learners": 2}, "learners", "must be 1 to start"),
-        ({"optimizer": "adamw_cpu"}, "learner.optimizer", "is not built yet"),
-        ({"optimizer": "adamw_bf16_sr"}, "learner.optimizer", "is not built yet"),
+        ({"optimizer": "adamw_cpu"}, "learner.optimizer", "adamw_cpu is not built yet"),
+        ({"optimizer": "adamw_bf16_sr"}, "learner.optimizer", "adamw_bf16_sr is not built yet"),
     ],
 )
 def test_what_is_planned_and_not_built_is_refused_by_name(box, changes, key, rule):
@@ -192,7 +193,7 @@ def test_what_is_planned_and_not_built_is_refused_by_name(box, changes, key, rul
     error = refusal(check_present, plan)
     assert error.key == key
     assert error.rule.startswith(rule)
-    assert any(rule in line for line in describe_plan(plan))
+    assert any(f"nothing: {key}: {rule}" in line for line in describe_plan(plan))
 
 
 def test_one_gpu_is_refused(tmp_path):
