@@ -108,9 +108,10 @@ def test_a_context_on_a_foreign_card_is_a_warning(
             spy.occupy(0, own, foreign, GpuProcess(1, GIB))
 
     assert run(tmp_path / "run", Spy(look), "--steps", "12") == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert len(warnings) == 1
-    assert warnings[0].endswith(
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has a context" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: process ")
+    assert lines[0].endswith(
         "has a context of 0.5 GiB on GPU 0 (GPU-0ab2f937), which is not its own: its memory is "
         "missing there"
     )
