@@ -139,6 +139,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """auto: vllm where GPUs are asked for, else the embedded torch engine; fake: scripted."""
     gpus: str = ""
     """How many GPUs of this box; empty: run on the CPU."""
+    transport: Literal["auto", "host", "cuda_ipc"] = "auto"
+    """How weights reach a sampler. auto: straight from the learner's GPU where there is one and a
+    self-test of the pair passes, else host shared memory, with the reason; cuda_ipc: a pair that
+    fails it stops the run; host: always host shared memory."""
     samplers: int | None = None
     learners: int | None = None
     save_every: int = 0

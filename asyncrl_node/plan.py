@@ -193,6 +193,8 @@ def check_config(config: Config) -> None:
     _check_pacing(config)
     _check_learner(config)
     _check_gpus_form(config.gpus)
+    rule = "must be auto or host without GPUs (--gpus)"
+    _require(config.transport != "cuda_ipc" or bool(config.gpus), "transport", rule, "cuda_ipc")
     if engine_of(config) == "fake":
         read_latencies(config.fake.latencies)
     task = task_of(config)

@@ -2,6 +2,7 @@
 
     RequestWrite -> (no lease is out) -> BufferFree -> the learner writes -> WriteDone
           -> WeightsAvailable to every sampler, and the leases that queued meanwhile are granted
+    WeightsHello -> which way the weights take to this sampler (transport.py) -> WeightsAvailable
     Lease -> LeaseGranted -> Release -> WeightsLoaded(hash), compared with the version's own hash
 
 There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
@@ -14,17 +15,30 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from asyncrl_node.core.transport import (
+    HOST_ONLY,
+    LearnerNegotiation,
+    LearnerTransportEvent,
+    LearnerTransportInstruction,
+    PatternDone,
+    SelfTestReady,
+    SelfTestUnavailable,
+    TransportTerms,
+)
 from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
     LoadStarted,
+    Message,
     Release,
+    TransportVerdict,
     WeightNotice,
     WeightRequest,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
     WeightsManifest,
+    WritePattern,
 )
 
 
@@ -43,7 +57,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-PublishingEvent = WeightRequest | RequestWrite | WriteDone | Tick
+PublishingEvent = WeightRequest | LearnerTransportEvent | RequestWrite | WriteDone | Tick
 
 
 class ToSampler(NamedTuple):
@@ -66,12 +80,14 @@ class AtFault(NamedTuple):
     story: str
 
 
-PublishingInstruction = ToSampler | BufferFree | AtFault
+PublishingInstruction = ToSampler | BufferFree | AtFault | LearnerTransportInstruction
 
 
 class _Reader:
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, way: LearnerNegotiation) -> None:
         self.incarnation = incarnation
+        self.way = way
+        """How the weights get there; nothing is announced or granted before it is decided."""
         self.wants_lease = False
         self.holds_lease = False
         self.granted: int | None = None
@@ -85,9 +101,12 @@ class _Reader:
 class PublishingCore:
     """Who may read the buffer, and when it may be overwritten."""
 
-    def __init__(self, manifest: WeightsManifest, overdue_s: float) -> None:
+    def __init__(
+        self, manifest: WeightsManifest, overdue_s: float, terms: TransportTerms = HOST_ONLY
+    ) -> None:
         self.manifest = manifest
         self.overdue_s = overdue_s
+        self.terms = terms
         self.published = -1
         self._hashes: dict[int, int] = {}
         """Hash by version: the published one, and those that are still loading somewhere."""
@@ -124,6 +143,11 @@ class PublishingCore:
                 self._on_release(event)
             case WeightsLoaded():
                 self._on_loaded(event)
+            case (
+                WritePattern() | TransportVerdict() | SelfTestReady() | SelfTestUnavailable()
+                | PatternDone()
+            ):  # fmt: skip
+                self._on_negotiation(event, now_s)
             case RequestWrite():
                 self._write_wanted = True
             case WriteDone():
@@ -151,15 +175,36 @@ class PublishingCore:
         if hello.incarnation < self._least_incarnation.get(hello.sampler, 0):
             return
         self._condemned.pop(hello.sampler, None)
-        self._readers[hello.sampler] = _Reader(hello.incarnation)
+        if known is not None:
+            self._out += known.way.close()
+        way = LearnerNegotiation(hello.sampler, hello.incarnation, self.terms)
+        self._readers[hello.sampler] = _Reader(hello.incarnation, way)
         self._out.append(ToSampler(hello.sampler, self.manifest))
-        if self.published >= 0:
-            self._out.append(ToSampler(hello.sampler, WeightsAvailable(self.published)))
+        self._tell(hello.sampler, way, way.begin())
+
+    def _on_negotiation(self, event: LearnerTransportEvent, now_s: float) -> None:
+        reader = self._reader(event.sampler, event.incarnation)
+        if reader is not None and reader.way.kind is None:
+            self._tell(event.sampler, reader.way, reader.way.handle(event, now_s))
+
+    def _tell(
+        self,
+        sampler: int,
+        way: LearnerNegotiation,
+        steps: list[WeightNotice | LearnerTransportInstruction],
+    ) -> None:
+        """Pass on what the negotiation wants; when it has ended, what is public too."""
+        for step in steps:
+            self._out.append(ToSampler(sampler, step) if isinstance(step, Message) else step)
+        if way.kind is not None and self.published >= 0:
+            self._out.append(ToSampler(sampler, WeightsAvailable(self.published)))
 
     def _on_lease(self, lease: Lease) -> None:
         """Note the wish, unless it came twice: of two grants the first release would end both."""
         reader = self._reader(lease.sampler, lease.incarnation)
-        if reader is not None and reader.loading is None and reader.granted != self.published:
+        if reader is None or reader.way.kind is None:
+            return
+        if reader.loading is None and reader.granted != self.published:
             reader.wants_lease = True
 
     def _on_load_started(self, started: LoadStarted, now_s: float) -> None:
@@ -196,8 +241,9 @@ class PublishingCore:
         loading = {reader.loading for reader in self._readers.values()}
         self._hashes = {v: h for v, h in self._hashes.items() if v in loading}
         self._hashes[done.version] = done.weights_hash
-        for sampler in self._readers:
-            self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
+        for sampler, reader in self._readers.items():
+            if reader.way.kind is not None:
+                self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
 
     def _grant(self) -> None:
         """Grant what queued, unless somebody wants to write: a writer never starves."""
@@ -219,6 +265,9 @@ class PublishingCore:
 
     def _find_overdue(self, now_s: float) -> None:
         for sampler, reader in list(self._readers.items()):
+            if (test := reader.way.overdue(now_s, self.overdue_s)) is not None:
+                self._blame(sampler, "transport_overdue", test)
+                continue
             since_s = reader.loading_since_s
             if reader.loading is None or since_s is None or now_s - since_s <= self.overdue_s:
                 continue
@@ -234,6 +283,7 @@ class PublishingCore:
         Its lease stays out until then, or until it is handed back: it may still be copying.
         """
         reader = self._readers.pop(sampler)
+        self._out += reader.way.close()
         self._least_incarnation[sampler] = reader.incarnation + 1
         if reader.holds_lease:
             assert reader.granted is not None

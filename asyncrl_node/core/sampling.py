@@ -2,6 +2,7 @@
 
     Admit -> queue -> (weights new enough, room) -> StartRollout x group_size -> RolloutDone
           -> all in -> WriteGroup -> GroupCompleted
+    WeightsManifest, TransportOffer -> (self-test, transport.py) -> OpenWeights
     WeightsAvailable -> Lease -> LeaseGranted -> LoadWeights -> CopyDone (Release)
           -> LoadDone (WeightsLoaded with the hash)
 
@@ -16,6 +17,15 @@ from collections import deque
 from typing import Literal, NamedTuple, assert_never
 
 from asyncrl_node.core.order import rollout_seed
+from asyncrl_node.core.transport import (
+    PatternCompared,
+    SamplerNegotiation,
+    SamplerTransportEvent,
+    SamplerTransportInstruction,
+    SelfTestOpened,
+    TransportRefused,
+    WeightsOpened,
+)
 from asyncrl_node.messages import (
     Admit,
     Cancel,
@@ -29,10 +39,13 @@ from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
     LoadStarted,
+    Message,
+    PatternWritten,
     Release,
     SamplerMessage,
     SamplerOrder,
     Stop,
+    TransportOffer,
     WeightNotice,
     WeightRequest,
     WeightsAvailable,
@@ -106,7 +119,14 @@ class LoadDone(NamedTuple):
 
 
 SamplerEvent = (
-    SamplerOrder | WeightNotice | FirstToken | RolloutDone | RolloutRaised | CopyDone | LoadDone
+    SamplerOrder
+    | WeightNotice
+    | SamplerTransportEvent
+    | FirstToken
+    | RolloutDone
+    | RolloutRaised
+    | CopyDone
+    | LoadDone
 )
 
 # -- instructions to the shell -----------------------------------------------------------------
@@ -122,12 +142,6 @@ class ToLearner(NamedTuple):
     """Send to the learner."""
 
     message: WeightRequest
-
-
-class OpenWeights(NamedTuple):
-    """Map the weight buffer."""
-
-    manifest: WeightsManifest
 
 
 class LoadWeights(NamedTuple):
@@ -167,7 +181,7 @@ class EndProcess(NamedTuple):
 SamplerInstruction = (
     ToScheduler
     | ToLearner
-    | OpenWeights
+    | SamplerTransportInstruction
     | LoadWeights
     | StartRollout
     | AbandonGroup
@@ -205,6 +219,7 @@ class SamplerCore:
         self.policy_version = -1
         """The version in use; -1 before the first load."""
         self.num_tokens = 0
+        self._way = SamplerNegotiation(settings.sampler, settings.incarnation)
         self._available = -1
         """The newest version known to be public."""
         self._asked = False
@@ -245,8 +260,12 @@ class SamplerCore:
             case Stop():
                 self._ended = True
                 self._out.append(EndProcess())
-            case WeightsManifest():
-                self._out.append(OpenWeights(event))
+            case (
+                WeightsManifest() | TransportOffer() | PatternWritten() | SelfTestOpened()
+                | PatternCompared() | WeightsOpened() | TransportRefused()
+            ):  # fmt: skip
+                for step in self._way.handle(event):
+                    self._out.append(ToLearner(step) if isinstance(step, Message) else step)
             case WeightsAvailable():
                 self._available = max(self._available, event.version)
             case LeaseGranted():

@@ -53,6 +53,8 @@ _END_WITHIN_S = 1.0
 """Then vLLM's process is killed; it holds nothing that anyone needs."""
 
 OnFirstToken = Callable[[int], None]
+FlatHandle = dict[str, str | bytes]
+"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 
 
 @runtime_checkable
@@ -64,8 +66,13 @@ class SharedMemoryLoader(Protocol):
     One load at a time: `use_weights` has returned before the next `copy_weights`.
     """
 
-    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
-        """Note where the learner's buffer is; the first `copy_weights` maps it."""
+    def open_weights(
+        self, manifest: WeightsManifest, path: Path, handle: FlatHandle | None = None
+    ) -> None:
+        """Note where the learner's buffer is; the first `copy_weights` maps it.
+
+        handle  where it is not host memory at `path`: see engines/cuda_flat.py
+        """
         ...
 
     async def copy_weights(self, version: int) -> None:
@@ -158,7 +165,7 @@ class VllmEngine(Engine):
         self._settings = settings
         self._vocab_size = _vocab_size(model_dir)
         self._llm = _start(model_dir, settings)
-        self._buffer: tuple[WeightsManifest, Path] | None = None
+        self._buffer: tuple[WeightsManifest, FlatHandle] | None = None
         self._is_open = False
         self._policy_version = -1
         self._swapping = False
@@ -347,9 +354,11 @@ class VllmEngine(Engine):
 
     # -- weights -----------------------------------------------------------------------------
 
-    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
+    def open_weights(
+        self, manifest: WeightsManifest, path: Path, handle: FlatHandle | None = None
+    ) -> None:
         """Note where the learner's buffer is; the first `copy_weights` maps it."""
-        self._buffer = (manifest, path)
+        self._buffer = (manifest, handle or {"kind": "host", "path": str(path)})
         self._is_open = False
 
     async def copy_weights(self, version: int) -> None:
@@ -384,8 +393,7 @@ class VllmEngine(Engine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         assert self._buffer is not None, "copy_weights before open_weights"
-        manifest, path = self._buffer
-        handle = {"kind": "host", "path": str(path)}
+        manifest, handle = self._buffer
         init_info = {"manifest": msgspec.msgpack.encode(manifest), "handle": handle}
         request = WeightTransferInitRequest(init_info=init_info)
         await _named(self._llm.init_weight_transfer_engine(request))

@@ -26,6 +26,7 @@ from asyncrl_node.learner.base import Trainer
 from asyncrl_node.learner.clock import CauseClock
 from asyncrl_node.learner.courier import Courier
 from asyncrl_node.learner.records import TrainedRecords, write_samples
+from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import (
     Batch,
     EndOfData,
@@ -38,12 +39,13 @@ from asyncrl_node.messages import (
     Stop,
     Take,
     Trained,
+    Warned,
     WeightsManifest,
 )
 from asyncrl_node.plan import engine_of, model_folder, task_of
 from asyncrl_node.process import ProcessContext
 from asyncrl_node.run_directory import slot_folder, weights_path
-from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
+from asyncrl_node.transport.weights import layout_hash
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +80,9 @@ class LearnerProcess:
         self._trainer = make_trainer(config)
         entries, num_bytes = self._trainer.manifest()
         manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
-        self._export = SharedMemoryExport(weights_path(runtime), manifest)
-        core = PublishingCore(manifest, config.weights_overdue_s)
-        self._courier = Courier(core, Path(runtime.sockets_dir))
+        self._weights = LearnerWeights(config, manifest, weights_path(runtime))
+        core = PublishingCore(manifest, config.weights_overdue_s, self._weights.terms)
+        self._courier = Courier(core, Path(runtime.sockets_dir), self._weights)
         self._slots = slot_folder(runtime)
         self._task = task_of(config)
         self._records = TrainedRecords(
@@ -98,6 +100,8 @@ class LearnerProcess:
     def run(self) -> None:
         """Train to the end of the data, the step limit or an interruption."""
         try:
+            if self._config.transport != "host" and (reason := self._weights.terms.reason):
+                self._courier.send(Warned(f"weights go through host shared memory: {reason}"))
             self._publish(self._version)
             self._courier.send(LearnerHello(os.getpid(), self._version))
             self._train()
@@ -105,7 +109,7 @@ class LearnerProcess:
         finally:
             self._records.close()
             self._courier.close()
-            self._export.close()
+            self._weights.close()
 
     def _train(self) -> None:
         try:
@@ -220,9 +224,7 @@ class LearnerProcess:
     def _publish(self, version: int) -> None:
         """Make the weights public: complete in the buffer, announced; then slots are freed."""
         self._courier.wait_until_free()
-        with self._export.begin_write() as area:
-            self._trainer.copy_weights_into(area)
-        self._courier.announce(version, self._export.end_write(version))
+        self._courier.announce(version, self._weights.publish(version, self._trainer))
         self._courier.send(Published(version))
         self._version = version
 

@@ -28,7 +28,6 @@ from asyncrl_node.core.sampling import (
     FirstToken,
     LoadDone,
     LoadWeights,
-    OpenWeights,
     RolloutDone,
     RolloutKey,
     RolloutRaised,
@@ -41,7 +40,15 @@ from asyncrl_node.core.sampling import (
     ToScheduler,
     WriteGroup,
 )
+from asyncrl_node.core.transport import (
+    CloseTest,
+    ComparePattern,
+    OpenTest,
+    OpenWeights,
+    WeightsOpened,
+)
 from asyncrl_node.engines.base import Engine
+from asyncrl_node.engines.cuda_flat import gpu_handle
 from asyncrl_node.engines.factory import make_engine
 from asyncrl_node.engines.vllm_engine import SharedMemoryLoader
 from asyncrl_node.messages import (
@@ -64,8 +71,9 @@ from asyncrl_node.sampler.rollouts import (
     RolloutRunner,
     build_group,
 )
+from asyncrl_node.sampler.weights import SamplerWeights
 from asyncrl_node.transport.channel import AsyncDealer, Peer, endpoint
-from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash
+from asyncrl_node.transport.weights import weights_hash
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +119,8 @@ class SamplerProcess:
         self._learner: AsyncDealer[WeightNotice, WeightRequest] = AsyncDealer(
             self._zmq, endpoint(sockets, "weights"), me, WeightNotice
         )
-        self._weights: SharedMemoryImport | None = None
+        path, has_gpu = weights_path(context.runtime), bool(config.gpus)
+        self._weights = SamplerWeights(context.index, path, has_gpu=has_gpu)
         self._manifest: WeightsManifest | None = None
         self._greeted = False
         self._running: dict[RolloutKey, asyncio.Task[None]] = {}
@@ -134,6 +143,7 @@ class SamplerProcess:
             for task in (*serving, *self._running.values()):
                 task.cancel()
         self._engine.close()
+        self._weights.close()
         self._scheduler.close()
         self._learner.close()
         self._zmq.term()
@@ -157,8 +167,14 @@ class SamplerProcess:
                 self._scheduler.send(instruction.message)
             case ToLearner():
                 self._learner.send(instruction.message)
+            case OpenTest():
+                self._handle(self._weights.open_test(instruction))
+            case ComparePattern():
+                self._handle(self._weights.compare(instruction))
+            case CloseTest():
+                self._weights.close_test()
             case OpenWeights():
-                self._open(instruction.manifest)
+                self._open(instruction)
             case LoadWeights():
                 self._load(instruction.version)
             case StartRollout():
@@ -174,13 +190,23 @@ class SamplerProcess:
 
     # -- weights -----------------------------------------------------------------------------
 
-    def _open(self, manifest: WeightsManifest) -> None:
+    def _open(self, order: OpenWeights) -> None:
+        """Open the weights here, or tell the engine how to open them in a process of its own."""
+        self._manifest = order.manifest
+        if order.reason:
+            log.info("weights come through host shared memory: %s", order.reason)
+        if not isinstance(self._engine, SharedMemoryLoader):
+            if (answer := self._weights.open(order)) is not None:
+                self._handle(answer)
+            return
+        self._weights.leave_gpu()
         path = weights_path(self._context.runtime)
-        if isinstance(self._engine, SharedMemoryLoader):
-            self._engine.open_weights(manifest, path)
+        if order.kind == "cuda_ipc":
+            index = self._context.index
+            self._engine.open_weights(order.manifest, path, gpu_handle(order.weights, index))
+            self._handle(WeightsOpened())
         else:
-            self._manifest = manifest
-            self._weights = SharedMemoryImport(path, manifest)
+            self._engine.open_weights(order.manifest, path)
 
     def _load(self, version: int) -> None:
         """Copy under the lease, hand it back, then hash the copy while rollouts go on.
@@ -197,11 +223,10 @@ class SamplerProcess:
         self._load_task.add_done_callback(_raise_error)
 
     def _copy(self, version: int) -> None:
-        assert self._weights is not None
         assert self._manifest is not None
-        view = self._weights.view(version)
+        view = self._weights.source.view(version)
         self._engine.load_weights(version, self._manifest.entries, view)
-        self._weights.view(version)  # the version stands before and after: not torn
+        self._weights.source.check(version)  # the version stands before and after: not torn
         self._handle(CopyDone(version))
 
     async def _hash(self, version: int) -> None:

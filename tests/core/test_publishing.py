@@ -34,6 +34,7 @@ from asyncrl_node.messages import (
     LeaseGranted,
     LoadStarted,
     Release,
+    TransportOffer,
     WeightNotice,
     WeightRequest,
     WeightsAvailable,
@@ -43,6 +44,7 @@ from asyncrl_node.messages import (
 )
 
 MANIFEST = WeightsManifest(0, (), 0)
+HOST = TransportOffer(("host",))
 OVERDUE_S = 10.0
 
 
@@ -90,10 +92,11 @@ def learner() -> Learner:
 
 def test_a_hello_is_answered_with_the_manifest_and_what_is_public() -> None:
     learner = Learner()
-    assert learner.do(WeightsHello(0, 0)) == [ToSampler(0, MANIFEST)]
+    assert learner.do(WeightsHello(0, 0)) == [ToSampler(0, MANIFEST), ToSampler(0, HOST)]
     learner.publish(3)
     available = ToSampler(1, WeightsAvailable(3))
-    assert learner.do(WeightsHello(1, 0)) == [ToSampler(1, MANIFEST), available]
+    answers = [ToSampler(1, MANIFEST), ToSampler(1, HOST), available]
+    assert learner.do(WeightsHello(1, 0)) == answers
 
 
 def test_a_publication_is_announced_to_everybody(learner: Learner) -> None:
@@ -256,6 +259,7 @@ def test_a_restarted_sampler_drops_its_lease_with_its_hello(learner: Learner) ->
     assert learner.do(RequestWrite()) == []
     assert learner.do(WeightsHello(0, 1)) == [
         ToSampler(0, MANIFEST),
+        ToSampler(0, HOST),
         ToSampler(0, WeightsAvailable(3)),
         BufferFree(),
     ]

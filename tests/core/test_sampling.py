@@ -19,7 +19,6 @@ from asyncrl_node.core.sampling import (
     FirstToken,
     LoadDone,
     LoadWeights,
-    OpenWeights,
     RolloutDone,
     RolloutKey,
     RolloutRaised,
@@ -33,6 +32,7 @@ from asyncrl_node.core.sampling import (
     ToScheduler,
     WriteGroup,
 )
+from asyncrl_node.core.transport import OpenWeights
 from asyncrl_node.messages import (
     Admit,
     Cancel,
@@ -46,6 +46,7 @@ from asyncrl_node.messages import (
     LoadStarted,
     Release,
     Stop,
+    TransportOffer,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
@@ -518,7 +519,8 @@ def test_the_weight_transaction_in_its_order() -> None:
     shell = Shell()
     assert shell.core.hello() == WeightsHello(3, 1)
     manifest = WeightsManifest(0, (), 0)
-    assert shell.handle(manifest) == [OpenWeights(manifest)]
+    assert shell.handle(manifest) == []
+    assert shell.handle(TransportOffer(("host",))) == [OpenWeights(manifest)]
     assert shell.handle(WeightsAvailable(5)) == [ToLearner(Lease(3, 1))]
     assert shell.core.heartbeat().loading is False
     started = ToLearner(LoadStarted(3, 1, 5))
