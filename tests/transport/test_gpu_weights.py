@@ -35,6 +35,7 @@ from asyncrl_node.core.transport import (
 )
 from asyncrl_node.engines.cuda_flat import CudaImport, gpu_handle
 from asyncrl_node.errors import RunFault
+from asyncrl_node.learner import weights as learner_weights
 from asyncrl_node.learner.weights import LearnerWeights, fill_flat
 from asyncrl_node.messages import (
     CudaIpcHandle,
@@ -237,6 +238,55 @@ def test_two_samplers_on_two_ways_read_the_same_versions(world: World) -> None:
     for sampler in (good, bad):
         with pytest.raises(RunFault, match="torn_weights"):
             sampler.read(2)
+
+
+def test_a_write_that_has_begun_is_a_torn_read_on_both_ways(world: World) -> None:
+    world.start_sampler(0)
+    world.settle()
+    world.machine.faults.peer_copy = "flipped"
+    world.start_sampler(1, gpu=2)
+    world.settle()
+    world.publish(0)
+    world.weights.export.begin_write()
+    for sampler in world.samplers.values():
+        for version in (0, 1):
+            with pytest.raises(RunFault, match="torn_weights"):
+                sampler.read(version)
+    world.weights.export.end_write(1)
+    assert world.samplers[0].read(1) == world.samplers[1].read(1) == world.trainer.content(0)
+
+
+class OnGpu(ScriptedTrainer):
+    """A trainer whose weights are tensors: they are written by kernels, not through the host."""
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        torch.manual_seed(self.version)
+        return [(entry.name, torch.randn(entry.shape)) for entry in MANIFEST.entries]
+
+    def copy_weights_into(self, buffer: memoryview) -> None:
+        raise AssertionError("through the host")
+
+
+def test_tensors_are_written_straight_into_the_buffer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def see(area: DeviceArea) -> torch.Tensor:
+        allocation, start = world.library._find(area.address, area.num_bytes, "saw")
+        memory, count = allocation.memory, area.num_bytes
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=count)
+
+    monkeypatch.setattr(learner_weights, "as_tensor", see)
+    sampler = world.start_sampler(0)
+    world.settle()
+    trainer = OnGpu()
+    for version in (0, 1):
+        trainer.version = version
+        digest = world.weights.publish(version, trainer)
+        content = sampler.read(version)
+        assert digest == weights_hash(memoryview(content))
+        for entry, (_, tensor) in zip(MANIFEST.entries, trainer.named_weights(), strict=True):
+            raw = content[entry.offset : entry.offset + entry.num_bytes]
+            assert raw == tensor.numpy().tobytes()
 
 
 def test_a_sampler_that_was_killed_leaves_nothing_and_opens_the_same_handle_again(
