@@ -5,13 +5,14 @@
     digest    hash of them, made on a thread meanwhile
 
 The lease goes back after `fetch`, before vLLM loads, so all of a version is here once: it costs the
-size of the model on the sampler's GPU between `fetch` and the next update's end of loading.
+size of the model on the sampler's GPU, from `fetch` until it is loaded and hashed.
 
 Has never run on a GPU: its copies are tested with the CPU in the GPU's place.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ from asyncrl_node.transport.weights import DeviceArea
 if TYPE_CHECKING:
     from torch import Tensor
 
-Handle = dict[str, str | bytes]
+FlatHandle = dict[str, str | bytes]
+"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 
 
 class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +41,7 @@ class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampler: int
 
 
-def gpu_handle(weights: tuple[CudaIpcHandle, ...], sampler: int) -> Handle:
+def gpu_handle(weights: tuple[CudaIpcHandle, ...], sampler: int) -> FlatHandle:
     """Make what vLLM's worker is given: {"kind": "cuda_ipc", "place": _Place in msgpack}."""
     return {"kind": "cuda_ipc", "place": msgspec.msgpack.encode(_Place(weights, sampler))}
 
@@ -70,12 +72,13 @@ class CudaImport:
         self._see = see
         self._shards = open_shards(device, weights, manifest)
         self._plan = assemble(manifest.entries, len(weights), sampler)
-        self._tensors: list[tuple[str, Tensor]] = []
+        self._tensors: deque[tuple[str, Tensor]] = deque()
+        """What was pulled and not handed over yet."""
         self._thread = ThreadPoolExecutor(1, "weights-hash")
         self._digest: Future[int] | None = None
 
     @classmethod
-    def of_handle(cls, handle: Handle, manifest: WeightsManifest) -> CudaImport:
+    def of_handle(cls, handle: FlatHandle, manifest: WeightsManifest) -> CudaImport:
         """Open what `gpu_handle` names, on the worker's own GPU.
 
         Raises: RunFault("bad_handle"), and what the constructor raises.
@@ -99,7 +102,7 @@ class CudaImport:
         """
         if self._digest is not None:
             self._digest.result()  # it reads what is about to be let go
-        self._tensors = []
+        self._tensors.clear()
         areas = [self._see(shard.view(version)) for shard in self._shards]
         for name, tensor in pull_tensors(self._plan, areas, self._on):
             # Of one rank they are views of the learner's memory, which is overwritten later.
@@ -107,11 +110,15 @@ class CudaImport:
         self._device.synchronize()
         for shard in self._shards:
             shard.view(version)
-        self._digest = self._thread.submit(self._hash)
+        pulled = [tensor for _, tensor in self._tensors]
+        self._digest = self._thread.submit(
+            tensors_hash, self._manifest.entries, self._manifest.num_bytes, pulled
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter with its Hugging Face name, in the manifest's order."""
-        yield from self._tensors
+        """Yield every parameter with its Hugging Face name, in the manifest's order, once."""
+        while self._tensors:
+            yield self._tensors.popleft()
 
     def digest(self) -> int:
         """Return the hash of what was pulled; the wait is ended by the thread."""
@@ -121,11 +128,7 @@ class CudaImport:
     def close(self) -> None:
         """Unmap the buffers and give the device back."""
         self._thread.shutdown()
-        self._tensors = []
+        self._tensors.clear()
         for shard in self._shards:
             shard.close()
         self._device.close()
-
-    def _hash(self) -> int:
-        tensors = [tensor for _, tensor in self._tensors]
-        return tensors_hash(self._manifest.entries, self._manifest.num_bytes, tensors)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import msgspec
 
 from asyncrl_node.engines.base import Completion, Engine, FinishReason, GenerateRequest
+from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
@@ -53,8 +54,6 @@ _END_WITHIN_S = 1.0
 """Then vLLM's process is killed; it holds nothing that anyone needs."""
 
 OnFirstToken = Callable[[int], None]
-FlatHandle = dict[str, str | bytes]
-"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 
 
 @runtime_checkable

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from asyncrl_node.engines.cuda_flat import CudaImport
+from asyncrl_node.engines.cuda_flat import CudaImport, FlatHandle
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash
@@ -74,7 +74,7 @@ class FlatImport(Protocol):
         ...
 
 
-def import_flat(handle: dict[str, str | bytes], manifest: WeightsManifest) -> FlatImport:
+def import_flat(handle: FlatHandle, manifest: WeightsManifest) -> FlatImport:
     """Open the learner's buffer; `handle` says by which transport.
 
     handle  {"kind": "host", "path": the file in shared memory}, or cuda_flat.gpu_handle's
@@ -131,7 +131,7 @@ class FlatInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     manifest: bytes
     """WeightsManifest, in msgpack."""
-    handle: dict[str, str | bytes]
+    handle: FlatHandle
     """See `import_flat`."""
 
 

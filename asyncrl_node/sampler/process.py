@@ -204,7 +204,7 @@ class SamplerProcess:
         if order.kind == "cuda_ipc":
             index = self._context.index
             self._engine.open_weights(order.manifest, path, gpu_handle(order.weights, index))
-            self._handle(WeightsOpened())
+            self._handle(WeightsOpened())  # its worker opens them at the first load
         else:
             self._engine.open_weights(order.manifest, path)
 

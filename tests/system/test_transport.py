@@ -38,7 +38,7 @@ from asyncrl_node.process import FaultFile, read_fault
 from asyncrl_node.run_directory import RunDirectory, left_behind, new_runtime, sweep
 from asyncrl_node.transport.channel import Dealer, Peer, endpoint
 from tests.system.runs import ROOT, logs, trained
-from tests.transport.shared_cuda import FOLDER
+from tests.transport.shared_cuda import FOLDER, WORKER_ENGINE
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -254,6 +254,19 @@ def test_where_cuda_ipc_is_asked_for_a_learner_without_it_stops_the_run_by_name(
     fault = start("cuda_ipc", learner={"fail": ["cuIpcGetMemHandle"]}).fault_of_learner()
     assert fault.name == "no_cuda_ipc"
     assert "cuIpcGetMemHandle: CUDA_ERROR_MAP_FAILED" in fault.story
+
+
+def test_an_engine_that_pulls_by_itself_gets_every_version_right(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's worker does; the sampler's process has given its own GPU back by then."""
+    monkeypatch.setenv(WORKER_ENGINE, "1")
+    run = start()
+    run.finish()
+    assert run.warnings == []
+    for calls in run.calls("sampler"):
+        assert calls["cuDevicePrimaryCtxRetain"] == calls["cuDevicePrimaryCtxRelease_v2"] == 2
+        assert calls["cuIpcOpenMemHandle_v2"] == calls["cuIpcCloseMemHandle"] == 2
 
 
 def test_a_sampler_that_was_killed_comes_back_to_the_same_buffer(start: Start) -> None:

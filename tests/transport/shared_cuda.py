@@ -7,6 +7,9 @@ change. Addresses are real ones, so copies are memmove; unlike fake_cuda.py it p
 what it is for is that the bytes pass between processes by handle alone, and that both ends go on
 when one is killed.
 
+With WORKER_ENGINE set, the sampler's engine takes its weights as vLLM does: it opens the learner's
+memory itself (engines/cuda_flat.py), with a view of the fake memory in the place of `as_tensor`.
+
 FOLDER/faults.json may say what is broken: {"ROLE": {"name": of the GPU, "fail": [calls],
 "peer_copy": "flipped"}}, by "learner" or "sampler". FOLDER/calls-ROLE-PID holds the calls made.
 """
@@ -22,10 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncrl_node.messages import WeightsManifest
 from asyncrl_node.process import run_process
 from asyncrl_node.transport import cuda_driver, cuda_ipc
+from asyncrl_node.transport.weights import DeviceArea
 
 FOLDER = "FAKE_CUDA"
+WORKER_ENGINE = "FAKE_CUDA_WORKER"
 TEST_BYTES = 1 << 20
 """The self-test's buffer: 64 MB of patterns would cost the two cores seconds for each pair."""
 MAP_FAILED = 205
@@ -189,12 +195,55 @@ class SharedCuda:
         assert inside, f"{num_bytes} bytes at {address:#x} are nobody's"
 
 
+def use_worker_engine() -> None:
+    """Have the sampler make an engine that copies the weights itself."""
+    import torch
+
+    def see(area: DeviceArea) -> torch.Tensor:
+        memory = (ctypes.c_ubyte * area.num_bytes).from_address(area.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    setattr(cuda_ipc, "as_tensor", see)  # noqa: B010
+    setattr(torch.cuda, "current_device", lambda: 0)  # noqa: B010
+    from asyncrl_node.engines.cuda_flat import CudaImport
+    from asyncrl_node.engines.fake_engine import FakeEngine
+    from asyncrl_node.sampler import process
+
+    class WorkerEngine(FakeEngine):
+        """The scripted engine, loading as vllm_engine.SharedMemoryLoader says."""
+
+        def open_weights(
+            self, manifest: WeightsManifest, path: Path, handle: dict[str, Any] | None = None
+        ) -> None:
+            self._manifest = manifest
+            assert handle is not None, "host memory"
+            self._flat = CudaImport.of_handle(handle, manifest)
+
+        async def copy_weights(self, version: int) -> None:
+            self._flat.fetch(version)
+
+        async def use_weights(self, version: int) -> int:
+            ((name, tensor),) = self._flat.tensors()
+            assert name == self._manifest.entries[0].name
+            self.load_weights(version, self._manifest.entries, tensor.numpy().data)
+            return self._flat.digest()
+
+        def close(self) -> None:
+            super().close()
+            self._flat.close()
+
+    make = lambda config, task: WorkerEngine(config.fake, config.seed)  # noqa: E731
+    setattr(process, "make_engine", make)  # noqa: B010
+
+
 def main() -> None:
     """Run one process of a run, on the fake."""
     role = sys.argv.pop(1)
     folder = os.environ[FOLDER]
     setattr(cuda_driver, "load_library", lambda: SharedCuda(Path(folder), role))  # noqa: B010
     setattr(cuda_ipc, "SELF_TEST_BYTES", TEST_BYTES)  # noqa: B010
+    if os.environ.get(WORKER_ENGINE):
+        use_worker_engine()
     if role == "learner":
         from asyncrl_node.learner.process import main as process
     else:
