@@ -12,7 +12,7 @@ answer echoes the id of its order: a group with its attempt, a take with its num
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -380,6 +380,8 @@ class WeightsLoaded(Message, frozen=True):
     incarnation: int
     version: int
     weights_hash: int
+    canary_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
+    """What the weights in use make of the canary; see core/probe.py."""
 
 
 WeightRequest = WeightsHello | Lease | LoadStarted | Release | WeightsLoaded
@@ -404,6 +406,14 @@ class LeaseGranted(Message, frozen=True):
 
     version: int
     weights_hash: int
+    canary: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    """Tokens to score once the weights are in use; none: the probe is off."""
 
 
-WeightNotice = WeightsManifest | WeightsAvailable | LeaseGranted
+class WeightsAccepted(Message, frozen=True):
+    """Hash and canary of your copy of `version` are right: what it sampled may leave you."""
+
+    version: int
+
+
+WeightNotice = WeightsManifest | WeightsAvailable | LeaseGranted | WeightsAccepted
