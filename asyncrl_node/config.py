@@ -83,6 +83,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forward/backward passes per optimizer update; the gradient does not depend on it."""
     parity_limit: float | None = 5e-5
     """Largest difference of sampler and learner log-probability before the first update."""
+    probe_limit: float | None = 5e-5
+    """Largest difference of sampler and learner log-probability of a few fixed tokens, after every
+    weight update; a sampler beyond it is restarted. none: only the bytes are compared."""
     micro_batch_tokens: int = 8192
     """Most tokens in one forward pass; one longer rollout is passed alone."""
 
@@ -102,6 +105,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the fake weights; every byte of a version carries that version."""
     load_s: float = 0.0
     """Extra seconds that loading weights takes on a sampler."""
+    stale_after_version: int | None = None
+    """Later versions never reach a sampler's model, though their bytes do; its first load does."""
     raise_rate: float = 0.0
     """Share of rollout attempts that raise, drawn by seed."""
     raise_problems: tuple[int, ...] = ()

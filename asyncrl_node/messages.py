@@ -12,7 +12,7 @@ answer echoes the id of its order: a group with its attempt, a take with its num
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -406,6 +406,8 @@ class WeightsLoaded(Message, frozen=True):
     incarnation: int
     version: int
     weights_hash: int
+    canary_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
+    """What the weights in use make of the canary; see core/probe.py."""
 
 
 class WritePattern(Message, frozen=True):
@@ -450,6 +452,8 @@ class LeaseGranted(Message, frozen=True):
 
     version: int
     weights_hash: int
+    canary: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    """Tokens to score once the weights are in use; none: the probe is off."""
 
 
 class TransportOffer(Message, frozen=True):
@@ -473,4 +477,17 @@ class PatternWritten(Message, frozen=True):
     seed: int
 
 
-WeightNotice = WeightsManifest | TransportOffer | PatternWritten | WeightsAvailable | LeaseGranted
+class WeightsAccepted(Message, frozen=True):
+    """Hash and canary of your copy of `version` are right: what it sampled may leave you."""
+
+    version: int
+
+
+WeightNotice = (
+    WeightsManifest
+    | TransportOffer
+    | PatternWritten
+    | WeightsAvailable
+    | LeaseGranted
+    | WeightsAccepted
+)

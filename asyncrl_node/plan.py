@@ -59,6 +59,7 @@ _AT_LEAST = {
     "fake.num_problems": 1,
     "fake.tokens_per_rollout": 1,
     "fake.weight_bytes": 1,
+    "fake.stale_after_version": 0,
     "logging.num_logged_rollouts": 0,
 }
 _ABOVE_ZERO = (
@@ -67,6 +68,7 @@ _ABOVE_ZERO = (
     "learner.learning_rate",
     "learner.max_grad_norm",
     "learner.parity_limit",
+    "learner.probe_limit",
     "warn_every_s",
     "weights_overdue_s",
 )

@@ -3,7 +3,11 @@
     RequestWrite -> (no lease is out) -> BufferFree -> the learner writes -> WriteDone
           -> WeightsAvailable to every sampler, and the leases that queued meanwhile are granted
     WeightsHello -> which way the weights take to this sampler (transport.py) -> WeightsAvailable
-    Lease -> LeaseGranted -> Release -> WeightsLoaded(hash), compared with the version's own hash
+    Lease -> LeaseGranted -> Release -> WeightsLoaded(hash, canary), compared with the version's
+          own -> WeightsAccepted, or the sampler is at fault
+
+What a sampler samples leaves it only after WeightsAccepted (core/sampling.py). So weights that
+never arrived are caught here before anything made by them is taken.
 
 There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
 acknowledgement starts when the sampler says that it begins to load (LoadStarted); one that is busy
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from asyncrl_node.core.probe import Answer, Probe, find_stale
 from asyncrl_node.core.transport import (
     HOST_ONLY,
     LearnerNegotiation,
@@ -34,6 +39,7 @@ from asyncrl_node.messages import (
     TransportVerdict,
     WeightNotice,
     WeightRequest,
+    WeightsAccepted,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
@@ -51,6 +57,8 @@ class WriteDone(NamedTuple):
 
     version: int
     weights_hash: int
+    canary_logprobs: tuple[float, ...] = ()
+    """The learner's own scores of the probe's tokens, under this version."""
 
 
 class Tick(NamedTuple):
@@ -96,20 +104,28 @@ class _Reader:
         self.loading_since_s: float | None = None
         """When it said that it began; None before."""
         self.acknowledged = -1
+        self.answered: Answer | None = None
+        """The canary under the version it acknowledged last."""
 
 
 class PublishingCore:
     """Who may read the buffer, and when it may be overwritten."""
 
     def __init__(
-        self, manifest: WeightsManifest, overdue_s: float, terms: TransportTerms = HOST_ONLY
+        self,
+        manifest: WeightsManifest,
+        overdue_s: float,
+        probe: Probe | None = None,
+        terms: TransportTerms = HOST_ONLY,
     ) -> None:
         self.manifest = manifest
         self.overdue_s = overdue_s
+        self.probe = probe
+        """None: only the hash is compared."""
         self.terms = terms
         self.published = -1
-        self._hashes: dict[int, int] = {}
-        """Hash by version: the published one, and those that are still loading somewhere."""
+        self._written: dict[int, WriteDone] = {}
+        """By version: the published one, and those that are still loading somewhere."""
         self._writing = False
         self._write_wanted = False
         self._readers: dict[int, _Reader] = {}
@@ -223,24 +239,36 @@ class PublishingCore:
         reader = self._reader(loaded.sampler, loaded.incarnation)
         if reader is None or reader.loading != loaded.version:
             return
-        wanted = self._hashes[loaded.version]
+        written = self._written[loaded.version]
         reader.loading = None
-        if wanted != loaded.weights_hash:
+        if written.weights_hash != loaded.weights_hash:
             story = (
                 f"sampler {loaded.sampler} holds weights with hash {loaded.weights_hash:016x} as "
-                f"version {loaded.version}, published as {wanted:016x}"
+                f"version {loaded.version}, published as {written.weights_hash:016x}"
             )
             self._blame(loaded.sampler, "wrong_weights", story)
             return
+        answer = Answer(loaded.version, written.canary_logprobs, loaded.canary_logprobs)
+        stale = self.probe and find_stale(self.probe, answer, reader.answered)
+        if stale:
+            story = (
+                f"sampler {loaded.sampler} has the bytes of version {loaded.version} but does not "
+                f"compute with all of them: {stale}. If it is rounding, learner.probe_limit raises "
+                "the limit (none switches the probe off)"
+            )
+            self._blame(loaded.sampler, "stale_weights", story)
+            return
         reader.acknowledged = loaded.version
+        reader.answered = answer
+        self._out.append(ToSampler(loaded.sampler, WeightsAccepted(loaded.version)))
 
     def _on_write_done(self, done: WriteDone) -> None:
         assert self._writing, "wrote without BufferFree"
         self._writing = self._write_wanted = False
         self.published = done.version
         loading = {reader.loading for reader in self._readers.values()}
-        self._hashes = {v: h for v, h in self._hashes.items() if v in loading}
-        self._hashes[done.version] = done.weights_hash
+        self._written = {v: w for v, w in self._written.items() if v in loading}
+        self._written[done.version] = done
         for sampler, reader in self._readers.items():
             if reader.way.kind is not None:
                 self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
@@ -260,7 +288,9 @@ class PublishingCore:
                 reader.holds_lease = True
                 reader.granted = reader.loading = self.published
                 reader.loading_since_s = None
-                grant = LeaseGranted(self.published, self._hashes[self.published])
+                weights_hash = self._written[self.published].weights_hash
+                canary = self.probe.tokens if self.probe else ()
+                grant = LeaseGranted(self.published, weights_hash, canary)
                 self._out.append(ToSampler(sampler, grant))
 
     def _find_overdue(self, now_s: float) -> None:

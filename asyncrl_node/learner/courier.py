@@ -100,9 +100,11 @@ class Courier:
         if isinstance(free, BaseException):
             raise free
 
-    def announce(self, version: int, weights_hash: int) -> None:
+    def announce(
+        self, version: int, weights_hash: int, canary_logprobs: tuple[float, ...] = ()
+    ) -> None:
         """Say that the buffer holds `version`, complete."""
-        self._command(WriteDone(version, weights_hash))
+        self._command(WriteDone(version, weights_hash, canary_logprobs))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""

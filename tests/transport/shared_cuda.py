@@ -210,7 +210,7 @@ def use_worker_engine() -> None:
     from asyncrl_node.sampler import process
 
     class WorkerEngine(FakeEngine):
-        """The scripted engine, loading as vllm_engine.SharedMemoryLoader says."""
+        """The scripted engine, loading as base.OwnProcessLoader says."""
 
         def open_weights(
             self, manifest: WeightsManifest, path: Path, handle: dict[str, Any] | None = None
