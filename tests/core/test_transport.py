@@ -73,7 +73,7 @@ class Learner:
     """The learner's core, with a clock."""
 
     def __init__(self, terms: TransportTerms = TERMS) -> None:
-        self.core = PublishingCore(MANIFEST, OVERDUE_S, terms)
+        self.core = PublishingCore(MANIFEST, OVERDUE_S, terms=terms)
         self.now_s = 0.0
 
     def do(self, event: PublishingEvent) -> list[PublishingInstruction]:

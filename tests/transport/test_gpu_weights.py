@@ -159,7 +159,7 @@ class World:
         self.weights = LearnerWeights(
             self.config, MANIFEST, self.path, lambda: open_device(self.library), TEST_BYTES
         )
-        self.core = PublishingCore(MANIFEST, 10.0, self.weights.terms)
+        self.core = PublishingCore(MANIFEST, 10.0, terms=self.weights.terms)
 
     def start_sampler(self, number: int, incarnation: int = 0, gpu: int = 1) -> Sampler:
         sampler = Sampler(self, number, incarnation, gpu)
