@@ -88,6 +88,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forward/backward passes per optimizer update; the gradient does not depend on it."""
     parity_limit: float | None = 5e-5
     """Largest difference of sampler and learner log-probability before the first update."""
+    probe_limit: float | None = 5e-5
+    """Largest difference of sampler and learner log-probability of a few fixed tokens, after every
+    weight update; a sampler beyond it is restarted. none: only the bytes are compared."""
     micro_batch_tokens: int = 8192
     """Most tokens in one forward pass; one longer rollout is passed alone."""
 
@@ -107,6 +110,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of the fake weights; every byte of a version carries that version."""
     load_s: float = 0.0
     """Extra seconds that loading weights takes on a sampler."""
+    stale_after_version: int | None = None
+    """Later versions never reach a sampler's model, though their bytes do; its first load does."""
     raise_rate: float = 0.0
     """Share of rollout attempts that raise, drawn by seed."""
     raise_problems: tuple[int, ...] = ()
@@ -145,6 +150,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: str = ""
     """GPUs of this box: a count ("8"), ids ("0,3", and "3," for one) or UUIDs; those that
     CUDA_VISIBLE_DEVICES hides stay hidden. Empty: run on the CPU."""
+    transport: Literal["auto", "host", "cuda_ipc"] = "auto"
+    """How weights reach a sampler. auto: straight from the learner's GPU where there is one and a
+    self-test of the pair passes, else host shared memory, with the reason; cuda_ipc: a pair that
+    fails it stops the run; host: always host shared memory."""
     samplers: int | None = None
     """Sampler processes. Unset: one on the CPU; with GPUs, what the split rule chooses."""
     learners: int | None = None

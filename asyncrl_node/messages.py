@@ -1,7 +1,7 @@
 """Every message between processes: its direction is the union it belongs to.
 
 sampler -> scheduler   SamplerMessage        scheduler -> sampler   SamplerOrder
-learner -> scheduler   LearnerMessage        scheduler -> learner   LearnerOrder
+learner -> scheduler   LearnerMessage, Warned   scheduler -> learner   LearnerOrder
 launcher -> scheduler  LauncherMessage       scheduler -> launcher  LauncherReport
 sampler -> learner     WeightRequest         learner -> sampler     WeightNotice
 
@@ -12,11 +12,17 @@ answer echoes the id of its order: a group with its attempt, a take with its num
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 FailureKind = Literal["environment", "engine"]
+TransportKind = Literal["host", "cuda_ipc"]
+"""Which way weights go: host shared memory, or the learner's GPU memory mapped by the sampler."""
+
+CUDA_HANDLE_BYTES = 64
+PATTERN_SEEDS = (1, 2, 3)
+"""The self-test of a pair of GPUs: one pattern per seed, each written after the mapping."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -313,7 +319,8 @@ class Status(Message, frozen=True):
 
 
 class Warned(Message, frozen=True):
-    """A wait has lasted long; the text names who, for whom and the way out."""
+    """Something that the user should know: a wait that has lasted long, weights that take another
+    way than asked for. The text names who, why and the way out. Also from the learner."""
 
     text: str
 
@@ -341,6 +348,25 @@ class RunEnded(Message, frozen=True):
 LauncherReport = Status | Warned | RestartSampler | RunEnded
 
 # -- sampler <-> learner: the weight transaction -----------------------------------------------
+
+
+class CudaIpcHandle(Message, frozen=True):
+    """How to open a buffer of another process. Raises: ValueError for a handle of another size."""
+
+    handle: bytes
+    """64 opaque bytes, good for any number of processes while the exporter lives."""
+    num_bytes: int
+    """The whole allocation, front and back included."""
+    gpu_uuid: str
+    """The GPU that the bytes lie on."""
+    layout_hash: int
+
+    def __post_init__(self) -> None:
+        if len(self.handle) != CUDA_HANDLE_BYTES:
+            size = len(self.handle)
+            raise ValueError(f"a handle has {CUDA_HANDLE_BYTES} bytes, this one {size}")
+        if self.num_bytes < 1:
+            raise ValueError(f"a buffer of {self.num_bytes} bytes")
 
 
 class WeightsHello(Message, frozen=True):
@@ -380,13 +406,35 @@ class WeightsLoaded(Message, frozen=True):
     incarnation: int
     version: int
     weights_hash: int
+    canary_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
+    """What the weights in use make of the canary; see core/probe.py."""
 
 
-WeightRequest = WeightsHello | Lease | LoadStarted | Release | WeightsLoaded
+class WritePattern(Message, frozen=True):
+    """The test buffer of this rank is mapped here: write this pattern now."""
+
+    sampler: int
+    incarnation: int
+    rank: int
+    seed: int
+
+
+class TransportVerdict(Message, frozen=True):
+    """Which way this sampler takes its weights, and why, in words; it has opened them."""
+
+    sampler: int
+    incarnation: int
+    kind: TransportKind
+    reason: str
+
+
+WeightRequest = (
+    WeightsHello | Lease | LoadStarted | Release | WeightsLoaded | WritePattern | TransportVerdict
+)
 
 
 class WeightsManifest(Message, frozen=True):
-    """Where the buffer is and what lies in it; sent once, in answer to the hello."""
+    """What lies in the buffer; sent once, in answer to the hello. TransportOffer follows."""
 
     num_bytes: int
     entries: tuple[WeightEntry, ...]
@@ -404,6 +452,42 @@ class LeaseGranted(Message, frozen=True):
 
     version: int
     weights_hash: int
+    canary: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    """Tokens to score once the weights are in use; none: the probe is off."""
 
 
-WeightNotice = WeightsManifest | WeightsAvailable | LeaseGranted
+class TransportOffer(Message, frozen=True):
+    """Which ways lead to the weights. One of host memory alone is not answered; one with
+    cuda_ipc is, by a TransportVerdict after the self-test: no version is announced before it."""
+
+    kinds: tuple[TransportKind, ...]
+    """Without `host`, a self-test that fails stops the run."""
+    reason: str = ""
+    """Why cuda_ipc is not among them, in words."""
+    weights: tuple[CudaIpcHandle, ...] = ()
+    """The buffer of each learner rank."""
+    tests: tuple[CudaIpcHandle, ...] = ()
+    """The test buffer of each learner rank, for this sampler alone."""
+
+
+class PatternWritten(Message, frozen=True):
+    """The pattern is there."""
+
+    rank: int
+    seed: int
+
+
+class WeightsAccepted(Message, frozen=True):
+    """Hash and canary of your copy of `version` are right: what it sampled may leave you."""
+
+    version: int
+
+
+WeightNotice = (
+    WeightsManifest
+    | TransportOffer
+    | PatternWritten
+    | WeightsAvailable
+    | LeaseGranted
+    | WeightsAccepted
+)

@@ -78,6 +78,7 @@ _AT_LEAST = {
     "fake.num_problems": 1,
     "fake.tokens_per_rollout": 1,
     "fake.weight_bytes": 1,
+    "fake.stale_after_version": 0,
     "logging.num_logged_rollouts": 0,
 }
 _ABOVE_ZERO = (
@@ -86,6 +87,7 @@ _ABOVE_ZERO = (
     "learner.learning_rate",
     "learner.max_grad_norm",
     "learner.parity_limit",
+    "learner.probe_limit",
     "warn_every_s",
     "weights_overdue_s",
 )
@@ -210,6 +212,8 @@ def check_config(config: Config) -> None:
     _check_pacing(config)
     _check_learner(config)
     check_gpus_form(config.gpus)
+    rule = "must be auto or host without GPUs (--gpus)"
+    _require(config.transport != "cuda_ipc" or bool(config.gpus), "transport", rule, "cuda_ipc")
     if engine_of(config) == "fake":
         read_latencies(config.fake.latencies)
     task = task_of(config)

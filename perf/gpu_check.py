@@ -54,20 +54,18 @@ from asyncrl_node.config import LearnerConfig  # noqa: E402
 from asyncrl_node.core.layout import layout_weights  # noqa: E402
 from asyncrl_node.core.shards import assemble, shard_layout  # noqa: E402
 from asyncrl_node.errors import RunFault  # noqa: E402
-from asyncrl_node.messages import GroupKey, WeightEntry, WeightsManifest  # noqa: E402
+from asyncrl_node.messages import CudaIpcHandle, GroupKey, WeightEntry, WeightsManifest  # noqa: E402
 from asyncrl_node.transport.cuda_driver import CudaDevice, CudaDriver, load_library  # noqa: E402
 from asyncrl_node.transport.cuda_ipc import (  # noqa: E402
     CudaIpcExport,
-    CudaIpcHandle,
     CudaIpcImport,
-    DeviceArea,
     SelfTestExport,
     area_hash,
     as_tensor,
     pull_tensors,
     self_test,
 )
-from asyncrl_node.transport.weights import layout_hash  # noqa: E402
+from asyncrl_node.transport.weights import DeviceArea, layout_hash  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,12 @@
 
     RequestWrite -> (no lease is out) -> BufferFree -> the learner writes -> WriteDone
           -> WeightsAvailable to every sampler, and the leases that queued meanwhile are granted
-    Lease -> LeaseGranted -> Release -> WeightsLoaded(hash), compared with the version's own hash
+    WeightsHello -> which way the weights take to this sampler (transport.py) -> WeightsAvailable
+    Lease -> LeaseGranted -> Release -> WeightsLoaded(hash, canary), compared with the version's
+          own -> WeightsAccepted, or the sampler is at fault
+
+What a sampler samples leaves it only after WeightsAccepted (core/sampling.py). So weights that
+never arrived are caught here before anything made by them is taken.
 
 There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
 acknowledgement starts when the sampler says that it begins to load (LoadStarted); one that is busy
@@ -14,17 +19,32 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from asyncrl_node.core.probe import Answer, Probe, find_stale
+from asyncrl_node.core.transport import (
+    HOST_ONLY,
+    LearnerNegotiation,
+    LearnerTransportEvent,
+    LearnerTransportInstruction,
+    PatternDone,
+    SelfTestReady,
+    SelfTestUnavailable,
+    TransportTerms,
+)
 from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
     LoadStarted,
+    Message,
     Release,
+    TransportVerdict,
     WeightNotice,
     WeightRequest,
+    WeightsAccepted,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
     WeightsManifest,
+    WritePattern,
 )
 
 
@@ -37,13 +57,15 @@ class WriteDone(NamedTuple):
 
     version: int
     weights_hash: int
+    canary_logprobs: tuple[float, ...] = ()
+    """The learner's own scores of the probe's tokens, under this version."""
 
 
 class Tick(NamedTuple):
     """Time has passed."""
 
 
-PublishingEvent = WeightRequest | RequestWrite | WriteDone | Tick
+PublishingEvent = WeightRequest | LearnerTransportEvent | RequestWrite | WriteDone | Tick
 
 
 class ToSampler(NamedTuple):
@@ -66,12 +88,14 @@ class AtFault(NamedTuple):
     story: str
 
 
-PublishingInstruction = ToSampler | BufferFree | AtFault
+PublishingInstruction = ToSampler | BufferFree | AtFault | LearnerTransportInstruction
 
 
 class _Reader:
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, way: LearnerNegotiation) -> None:
         self.incarnation = incarnation
+        self.way = way
+        """How the weights get there; nothing is announced or granted before it is decided."""
         self.wants_lease = False
         self.holds_lease = False
         self.granted: int | None = None
@@ -80,17 +104,28 @@ class _Reader:
         self.loading_since_s: float | None = None
         """When it said that it began; None before."""
         self.acknowledged = -1
+        self.answered: Answer | None = None
+        """The canary under the version it acknowledged last."""
 
 
 class PublishingCore:
     """Who may read the buffer, and when it may be overwritten."""
 
-    def __init__(self, manifest: WeightsManifest, overdue_s: float) -> None:
+    def __init__(
+        self,
+        manifest: WeightsManifest,
+        overdue_s: float,
+        probe: Probe | None = None,
+        terms: TransportTerms = HOST_ONLY,
+    ) -> None:
         self.manifest = manifest
         self.overdue_s = overdue_s
+        self.probe = probe
+        """None: only the hash is compared."""
+        self.terms = terms
         self.published = -1
-        self._hashes: dict[int, int] = {}
-        """Hash by version: the published one, and those that are still loading somewhere."""
+        self._written: dict[int, WriteDone] = {}
+        """By version: the published one, and those that are still loading somewhere."""
         self._writing = False
         self._write_wanted = False
         self._readers: dict[int, _Reader] = {}
@@ -124,6 +159,11 @@ class PublishingCore:
                 self._on_release(event)
             case WeightsLoaded():
                 self._on_loaded(event)
+            case (
+                WritePattern() | TransportVerdict() | SelfTestReady() | SelfTestUnavailable()
+                | PatternDone()
+            ):  # fmt: skip
+                self._on_negotiation(event, now_s)
             case RequestWrite():
                 self._write_wanted = True
             case WriteDone():
@@ -151,15 +191,36 @@ class PublishingCore:
         if hello.incarnation < self._least_incarnation.get(hello.sampler, 0):
             return
         self._condemned.pop(hello.sampler, None)
-        self._readers[hello.sampler] = _Reader(hello.incarnation)
+        if known is not None:
+            self._out += known.way.close()
+        way = LearnerNegotiation(hello.sampler, hello.incarnation, self.terms)
+        self._readers[hello.sampler] = _Reader(hello.incarnation, way)
         self._out.append(ToSampler(hello.sampler, self.manifest))
-        if self.published >= 0:
-            self._out.append(ToSampler(hello.sampler, WeightsAvailable(self.published)))
+        self._tell(hello.sampler, way, way.begin())
+
+    def _on_negotiation(self, event: LearnerTransportEvent, now_s: float) -> None:
+        reader = self._reader(event.sampler, event.incarnation)
+        if reader is not None and reader.way.kind is None:
+            self._tell(event.sampler, reader.way, reader.way.handle(event, now_s))
+
+    def _tell(
+        self,
+        sampler: int,
+        way: LearnerNegotiation,
+        steps: list[WeightNotice | LearnerTransportInstruction],
+    ) -> None:
+        """Pass on what the negotiation wants; when it has ended, what is public too."""
+        for step in steps:
+            self._out.append(ToSampler(sampler, step) if isinstance(step, Message) else step)
+        if way.kind is not None and self.published >= 0:
+            self._out.append(ToSampler(sampler, WeightsAvailable(self.published)))
 
     def _on_lease(self, lease: Lease) -> None:
         """Note the wish, unless it came twice: of two grants the first release would end both."""
         reader = self._reader(lease.sampler, lease.incarnation)
-        if reader is not None and reader.loading is None and reader.granted != self.published:
+        if reader is None or reader.way.kind is None:
+            return
+        if reader.loading is None and reader.granted != self.published:
             reader.wants_lease = True
 
     def _on_load_started(self, started: LoadStarted, now_s: float) -> None:
@@ -178,26 +239,39 @@ class PublishingCore:
         reader = self._reader(loaded.sampler, loaded.incarnation)
         if reader is None or reader.loading != loaded.version:
             return
-        wanted = self._hashes[loaded.version]
+        written = self._written[loaded.version]
         reader.loading = None
-        if wanted != loaded.weights_hash:
+        if written.weights_hash != loaded.weights_hash:
             story = (
                 f"sampler {loaded.sampler} holds weights with hash {loaded.weights_hash:016x} as "
-                f"version {loaded.version}, published as {wanted:016x}"
+                f"version {loaded.version}, published as {written.weights_hash:016x}"
             )
             self._blame(loaded.sampler, "wrong_weights", story)
             return
+        answer = Answer(loaded.version, written.canary_logprobs, loaded.canary_logprobs)
+        stale = self.probe and find_stale(self.probe, answer, reader.answered)
+        if stale:
+            story = (
+                f"sampler {loaded.sampler} has the bytes of version {loaded.version} but does not "
+                f"compute with all of them: {stale}. If it is rounding, learner.probe_limit raises "
+                "the limit (none switches the probe off)"
+            )
+            self._blame(loaded.sampler, "stale_weights", story)
+            return
         reader.acknowledged = loaded.version
+        reader.answered = answer
+        self._out.append(ToSampler(loaded.sampler, WeightsAccepted(loaded.version)))
 
     def _on_write_done(self, done: WriteDone) -> None:
         assert self._writing, "wrote without BufferFree"
         self._writing = self._write_wanted = False
         self.published = done.version
         loading = {reader.loading for reader in self._readers.values()}
-        self._hashes = {v: h for v, h in self._hashes.items() if v in loading}
-        self._hashes[done.version] = done.weights_hash
-        for sampler in self._readers:
-            self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
+        self._written = {v: w for v, w in self._written.items() if v in loading}
+        self._written[done.version] = done
+        for sampler, reader in self._readers.items():
+            if reader.way.kind is not None:
+                self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
 
     def _grant(self) -> None:
         """Grant what queued, unless somebody wants to write: a writer never starves."""
@@ -214,11 +288,16 @@ class PublishingCore:
                 reader.holds_lease = True
                 reader.granted = reader.loading = self.published
                 reader.loading_since_s = None
-                grant = LeaseGranted(self.published, self._hashes[self.published])
+                weights_hash = self._written[self.published].weights_hash
+                canary = self.probe.tokens if self.probe else ()
+                grant = LeaseGranted(self.published, weights_hash, canary)
                 self._out.append(ToSampler(sampler, grant))
 
     def _find_overdue(self, now_s: float) -> None:
         for sampler, reader in list(self._readers.items()):
+            if (test := reader.way.overdue(now_s, self.overdue_s)) is not None:
+                self._blame(sampler, "transport_overdue", test)
+                continue
             since_s = reader.loading_since_s
             if reader.loading is None or since_s is None or now_s - since_s <= self.overdue_s:
                 continue
@@ -234,6 +313,7 @@ class PublishingCore:
         Its lease stays out until then, or until it is handed back: it may still be copying.
         """
         reader = self._readers.pop(sampler)
+        self._out += reader.way.close()
         self._least_incarnation[sampler] = reader.incarnation + 1
         if reader.holds_lease:
             assert reader.granted is not None

@@ -2,12 +2,19 @@
 
     Admit -> queue -> (weights new enough, room) -> StartRollout x group_size -> RolloutDone
           -> all in -> WriteGroup -> GroupCompleted
+    WeightsManifest, TransportOffer -> (self-test, transport.py) -> OpenWeights
     WeightsAvailable -> Lease -> LeaseGranted -> LoadWeights -> CopyDone (Release)
-          -> LoadDone (WeightsLoaded with the hash)
+          -> LoadDone (WeightsLoaded with hash and canary) -> WeightsAccepted
+
+Until the learner has accepted a version, nothing that it sampled leaves this process: finished
+groups are held back, and no work is asked for before the first acceptance. A sampler whose weights
+did not arrive is killed instead, and what it held is sampled anew.
 
 Waits: a queued group waits for weights (ended by the learner's next LeaseGranted) or for room
 (ended by a rollout that ends). A load waits for its lease (ended by the learner when nobody
-writes), and in `between_groups` mode also for the running rollouts to end.
+writes), and in `between_groups` mode also for the running rollouts to end. A finished group waits
+for its version's acceptance, ended by the learner's next message or, at the latest, by this
+process's end (the learner's overdue rule).
 """
 
 from __future__ import annotations
@@ -16,6 +23,15 @@ from collections import deque
 from typing import Literal, NamedTuple, assert_never
 
 from asyncrl_node.core.order import rollout_seed
+from asyncrl_node.core.transport import (
+    PatternCompared,
+    SamplerNegotiation,
+    SamplerTransportEvent,
+    SamplerTransportInstruction,
+    SelfTestOpened,
+    TransportRefused,
+    WeightsOpened,
+)
 from asyncrl_node.messages import (
     Admit,
     Cancel,
@@ -29,12 +45,16 @@ from asyncrl_node.messages import (
     Lease,
     LeaseGranted,
     LoadStarted,
+    Message,
+    PatternWritten,
     Release,
     SamplerMessage,
     SamplerOrder,
     Stop,
+    TransportOffer,
     WeightNotice,
     WeightRequest,
+    WeightsAccepted,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
@@ -99,14 +119,22 @@ class CopyDone(NamedTuple):
 
 
 class LoadDone(NamedTuple):
-    """The copy is hashed."""
+    """The weights are in use, their copy is hashed and the canary scored."""
 
     version: int
     weights_hash: int
+    canary_logprobs: tuple[float, ...] = ()
 
 
 SamplerEvent = (
-    SamplerOrder | WeightNotice | FirstToken | RolloutDone | RolloutRaised | CopyDone | LoadDone
+    SamplerOrder
+    | WeightNotice
+    | SamplerTransportEvent
+    | FirstToken
+    | RolloutDone
+    | RolloutRaised
+    | CopyDone
+    | LoadDone
 )
 
 # -- instructions to the shell -----------------------------------------------------------------
@@ -124,16 +152,15 @@ class ToLearner(NamedTuple):
     message: WeightRequest
 
 
-class OpenWeights(NamedTuple):
-    """Map the weight buffer."""
-
-    manifest: WeightsManifest
-
-
 class LoadWeights(NamedTuple):
-    """Copy the buffer, answer CopyDone; then hash the copy, answer LoadDone."""
+    """Copy the buffer, answer CopyDone; then hash the copy, score the canary, answer LoadDone."""
 
     version: int
+    canary: tuple[int, ...] = ()
+
+
+class AskForWork(NamedTuple):
+    """Say hello to the scheduler: the first weights are accepted."""
 
 
 class StartRollout(NamedTuple):
@@ -167,8 +194,9 @@ class EndProcess(NamedTuple):
 SamplerInstruction = (
     ToScheduler
     | ToLearner
-    | OpenWeights
+    | SamplerTransportInstruction
     | LoadWeights
+    | AskForWork
     | StartRollout
     | AbandonGroup
     | WriteGroup
@@ -193,6 +221,8 @@ class _RunningGroup:
         self.open = group_size
         self.done: list[RolloutKey] = []
         self.dropped = 0
+        self.version_max = -1
+        """The newest weights that sampled a token of it."""
         self.started = False
         self.last_error: tuple[FailureKind, str] = ("environment", "")
 
@@ -205,8 +235,13 @@ class SamplerCore:
         self.policy_version = -1
         """The version in use; -1 before the first load."""
         self.num_tokens = 0
+        self._way = SamplerNegotiation(settings.sampler, settings.incarnation)
         self._available = -1
         """The newest version known to be public."""
+        self._accepted = -1
+        """The newest version that the learner has accepted here."""
+        self._held: list[tuple[int, WriteGroup | ToScheduler]] = []
+        """(version, result) of what waits for that version's acceptance."""
         self._asked = False
         """True from asking for a lease until the load is done."""
         self._loading = -1
@@ -245,12 +280,18 @@ class SamplerCore:
             case Stop():
                 self._ended = True
                 self._out.append(EndProcess())
-            case WeightsManifest():
-                self._out.append(OpenWeights(event))
+            case (
+                WeightsManifest() | TransportOffer() | PatternWritten() | SelfTestOpened()
+                | PatternCompared() | WeightsOpened() | TransportRefused()
+            ):  # fmt: skip
+                for step in self._way.handle(event):
+                    self._out.append(ToLearner(step) if isinstance(step, Message) else step)
             case WeightsAvailable():
                 self._available = max(self._available, event.version)
             case LeaseGranted():
                 self._on_lease_granted(event)
+            case WeightsAccepted():
+                self._on_accepted(event)
             case CopyDone():
                 self._on_copy_done(event)
             case LoadDone():
@@ -286,7 +327,7 @@ class SamplerCore:
             settings = self.settings
             started = LoadStarted(settings.sampler, settings.incarnation, granted.version)
             self._out.append(ToLearner(started))
-            self._out.append(LoadWeights(granted.version))
+            self._out.append(LoadWeights(granted.version, granted.canary))
 
     def _on_copy_done(self, copied: CopyDone) -> None:
         settings = self.settings
@@ -300,15 +341,36 @@ class SamplerCore:
         self._loading = -1
         self._asked = False
         acknowledge = WeightsLoaded(
-            settings.sampler, settings.incarnation, loaded.version, loaded.weights_hash
+            settings.sampler,
+            settings.incarnation,
+            loaded.version,
+            loaded.weights_hash,
+            loaded.canary_logprobs,
         )
         self._out.append(ToLearner(acknowledge))
+
+    def _on_accepted(self, accepted: WeightsAccepted) -> None:
+        """Let go of what waited; after the first acceptance, ask for work."""
+        if self._accepted < 0:
+            self._out.append(AskForWork())
+        self._accepted = max(self._accepted, accepted.version)
+        held, self._held = self._held, []
+        for version, result in held:
+            self._hand_over(version, result)
+
+    def _hand_over(self, version: int, result: WriteGroup | ToScheduler) -> None:
+        """Let a result go, once the newest weights in it are accepted."""
+        if version <= self._accepted:
+            self._out.append(result)
+        else:
+            self._held.append((version, result))
 
     # -- starting ----------------------------------------------------------------------------
 
     def _on_admit(self, admit: Admit) -> None:
         """Queue a group; a newer attempt replaces an older one, queued or running."""
         known = [a.key for a in self._queue if a.key.group_id == admit.key.group_id]
+        known += [key for key in self._held_groups() if key.group_id == admit.key.group_id]
         running = self._groups.get(admit.key.group_id)
         if running is not None:
             known.append(running.admit.key)
@@ -358,12 +420,19 @@ class SamplerCore:
 
     def _on_cancel(self, key: GroupKey) -> None:
         self._queue = deque(a for a in self._queue if a.key != key)
+        if key in self._held_groups():
+            self._held = [held for held in self._held if _held_key(held[1]) != key]
+            self._out.append(AbandonGroup(key))
         group = self._groups.get(key.group_id)
         if group is None or group.admit.key != key:
             return
         del self._groups[key.group_id]
         self._running = {k: o for k, o in self._running.items() if not _belongs(k, key)}
         self._out.append(AbandonGroup(key))
+
+    def _held_groups(self) -> list[GroupKey]:
+        keys = (_held_key(result) for _, result in self._held)
+        return [key for key in keys if key is not None]
 
     # -- ending ------------------------------------------------------------------------------
 
@@ -392,6 +461,7 @@ class SamplerCore:
         group = self._group_of(done.key)
         assert group is not None
         group.done.append(done.key)
+        group.version_max = max(group.version_max, done.summary.version_max)
         self._close_sample(group)
 
     def _on_rollout_raised(self, raised: RolloutRaised) -> None:
@@ -412,19 +482,16 @@ class SamplerCore:
         self._close_sample(group)
 
     def _report_evaluation(self, order: Evaluate, summary: RolloutSummary | None) -> None:
-        self._out.append(
-            ToScheduler(
-                EvaluationCompleted(
-                    evaluation=order.evaluation,
-                    problem=order.problem,
-                    attempt=order.attempt,
-                    reward=0.0 if summary is None else summary.reward,
-                    version_min=-1 if summary is None else summary.version_min,
-                    version_max=-1 if summary is None else summary.version_max,
-                    failed=summary is None,
-                )
-            )
+        completed = EvaluationCompleted(
+            evaluation=order.evaluation,
+            problem=order.problem,
+            attempt=order.attempt,
+            reward=0.0 if summary is None else summary.reward,
+            version_min=-1 if summary is None else summary.version_min,
+            version_max=-1 if summary is None else summary.version_max,
+            failed=summary is None,
         )
+        self._hand_over(completed.version_max, ToScheduler(completed))
 
     def _close_sample(self, group: _RunningGroup) -> None:
         """Note that one sample is decided; when all are, hand the group over or give it up."""
@@ -436,11 +503,15 @@ class SamplerCore:
         if len(group.done) >= 2:
             rollouts = tuple(sorted(group.done))
             write = WriteGroup(admit.key, admit.problem, admit.epoch, rollouts, group.dropped)
-            self._out.append(write)
+            self._hand_over(group.version_max, write)
             return
         kind, reason = group.last_error
         self._out.append(AbandonGroup(admit.key))
         self._out.append(ToScheduler(GroupFailed(admit.key, kind, reason)))
+
+
+def _held_key(result: WriteGroup | ToScheduler) -> GroupKey | None:
+    return result.key if isinstance(result, WriteGroup) else None
 
 
 def _belongs(rollout: RolloutKey, group: GroupKey) -> bool:

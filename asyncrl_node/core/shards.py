@@ -39,7 +39,7 @@ class ShardCopy(NamedTuple):
     source: int
     """Bytes from the start of that rank's weight area."""
     target: int
-    """Bytes from the start of the full tensor."""
+    """Bytes from the start of the full tensor (assemble) or weight area (flat_copies)."""
     num_bytes: int
 
 
@@ -102,6 +102,17 @@ def assemble(
         kept = tuple(copy for copy in copies if copy.num_bytes)
         assemblies.append(Assembly(entry, kept))
     return tuple(assemblies)
+
+
+def flat_copies(
+    entries: Sequence[WeightEntry], num_ranks: int, sampler: int = 0
+) -> tuple[ShardCopy, ...]:
+    """List the copies of `assemble` with targets in one full weight area, not in single tensors."""
+    return tuple(
+        copy._replace(target=assembly.entry.offset + copy.target)
+        for assembly in assemble(entries, num_ranks, sampler)
+        for copy in assembly.copies
+    )
 
 
 def layout_hash_input(

@@ -1,18 +1,24 @@
-"""The protocol that every sampling engine speaks: token ids in; token ids, logprobs, versions out.
+"""The protocols that every sampling engine speaks: token ids in; ids, logprobs, versions out.
+
+    Engine                      generate, abort, score; every engine
+    and one of
+    InProcessLoader             the sampler hands over the learner's buffer: torch, fake
+    OwnProcessLoader            the engine's own process maps and copies it: vllm
 
 Threading: one asyncio loop, one thread. The sampler runs `serve()` as a task; `generate` calls
-wait for it. `load_weights` is called between two awaits of the same loop, so an engine swaps its
-weights only between decode steps and no forward pass ever sees two versions.
+wait for it. Weights are swapped between decode steps: no forward pass ever sees two versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from asyncrl_node.messages import WeightEntry
+from asyncrl_node.engines.cuda_flat import FlatHandle
+from asyncrl_node.messages import WeightEntry, WeightsManifest
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -46,7 +52,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """A sampling engine. Not ready (policy_version -1) before the first `load_weights`."""
+    """A sampling engine. Not ready (policy_version -1) before the first weights."""
 
     @property
     def policy_version(self) -> int:
@@ -70,6 +76,24 @@ class Engine(Protocol):
         """End a generation early: its `generate` returns the partial with reason "abort"."""
         ...
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens[1:], each given those before it, at temperature 1.
+
+        By the weights in use, through the network that samples, while generations run: they are
+        not disturbed, and nothing that is cached is read. At least 2 tokens, and one fewer than
+        the context; no weights may be loaded meanwhile.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds; running generations end as aborted."""
+        ...
+
+
+@runtime_checkable
+class InProcessLoader(Protocol):
+    """An engine in this very process: it copies the weights when it is called."""
+
     def load_weights(
         self, version: int, entries: tuple[WeightEntry, ...], source: memoryview
     ) -> None:
@@ -84,6 +108,37 @@ class Engine(Protocol):
         """The engine's own copy of the flat buffer, for hashing outside the lease."""
         ...
 
-    def close(self) -> None:
-        """Free what the engine holds; running generations end as aborted."""
+
+@runtime_checkable
+class OwnProcessLoader(Protocol):
+    """An engine whose own process copies the weights; the sampler says when.
+
+        open_weights -> (lease granted) copy_weights -> (release the lease) use_weights -> ...
+
+    One load at a time: `use_weights` has returned before the next `copy_weights`.
+    """
+
+    def open_weights(
+        self, manifest: WeightsManifest, path: Path, handle: FlatHandle | None = None
+    ) -> None:
+        """Note where the learner's buffer is; the first `copy_weights` maps it.
+
+        handle  where it is not host memory at `path`: see engines/cuda_flat.py
+        """
+        ...
+
+    async def copy_weights(self, version: int) -> None:
+        """Copy the buffer, under a lease for `version`; it may be overwritten afterwards.
+
+        Requests made from now on wait for `use_weights`: none is sampled by older weights.
+
+        Raises: RunFault "weights_mismatch" or "torn_weights"; "engine_failed".
+        """
+        ...
+
+    async def use_weights(self, version: int) -> int:
+        """Load the copy, between two decode steps; return its hash.
+
+        Raises: RunFault; the engine is lost then, and so is its process.
+        """
         ...

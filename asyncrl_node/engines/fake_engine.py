@@ -1,7 +1,8 @@
 """The scripted engine: latencies from a file, tokens that are the version that made them.
 
 It imports no torch. Its weights are real bytes in the real buffer: every byte of a version is that
-version modulo 256, so a copy that mixes two versions is caught at once.
+version modulo 256, so a copy that mixes two versions is caught at once. What it samples and scores
+follows the weights that it computes with; `fake.stale_after_version` lets these stay behind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl_node.config import FakeConfig
-from asyncrl_node.engines.base import Completion, FinishReason, GenerateRequest
+from asyncrl_node.engines.base import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    InProcessLoader,
+)
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightEntry
 from asyncrl_node.tasks.fake import drawn
@@ -41,7 +48,12 @@ def read_latencies(path: str) -> list[float]:
     return [float(v) for v in values]
 
 
-class FakeEngine:
+def scripted_logprobs(version: int, tokens: Sequence[int]) -> list[float]:
+    """What the scripted model of `version` makes of tokens[1:]; every version another."""
+    return [-1.0 - (31 * (version % 256) + token) % 257 / 257 for token in tokens[1:]]
+
+
+class FakeEngine(Engine, InProcessLoader):
     """Sleeps where a model would compute."""
 
     def __init__(self, config: FakeConfig, seed: int) -> None:
@@ -51,6 +63,8 @@ class FakeEngine:
         self._load_times_s: list[float] = []
         self._versions: list[int] = []
         self._weights = bytearray(config.weight_bytes)
+        self._computes_with = -1
+        """The version that answers come from; another one than it says, if scripted so."""
         self._loaded = asyncio.Event()
         self._aborts: dict[int, asyncio.Event] = {}
 
@@ -80,6 +94,11 @@ class FakeEngine:
         elapsed_s = time.monotonic() - started_s
         return self._completion(request, started_s, latency_s, elapsed_s if aborted else None)
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Score as the weights do that it computes with."""
+        assert self._versions, "scored before the first weights"
+        return scripted_logprobs(self._computes_with, tokens)
+
     def abort(self, request_id: int) -> None:
         """End a generation early."""
         event = self._aborts.get(request_id)
@@ -97,6 +116,9 @@ class FakeEngine:
         self._weights[:] = source
         if self._weights.count(version % 256) != len(self._weights):
             raise RunFault("torn_weights", f"the bytes leased as version {version} are not all its")
+        newest = self._config.stale_after_version
+        if not self._versions or newest is None or version <= newest:
+            self._computes_with = version
         self._load_times_s.append(time.monotonic())
         self._versions.append(version)
         self._loaded.set()

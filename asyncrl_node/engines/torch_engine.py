@@ -34,7 +34,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl_node.engines.base import Completion, Engine, FinishReason, GenerateRequest
+from asyncrl_node.engines.base import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    InProcessLoader,
+)
 from asyncrl_node.engines.torch_model import ModelConfig, Rope, TorchModel, read_model_config
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry
@@ -251,15 +257,9 @@ class _Prompts:
 
     def attend(self, qkv: Tensor) -> Tensor:
         """[T, H + 2 KV, D] -> [T, H D]; padded to the longest where lengths differ."""
-        num_queries = qkv.shape[1] - 2 * self._num_kv
         if self._padded is not None:
             qkv = qkv.index_select(0, self._padded)
-        heads = qkv.view(*self._shape, *qkv.shape[1:]).transpose(1, 2)
-        queries, keys, values = torch.split(heads, [num_queries, self._num_kv, self._num_kv], 1)
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=num_queries != self._num_kv
-        )
-        mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+        mixed = attend_causally(qkv.view(*self._shape, *qkv.shape[1:]), self._num_kv)
         return mixed if self._packed is None else mixed.index_select(0, self._packed)
 
 
@@ -306,6 +306,17 @@ class _Pass:
         return torch.cat([decoded, prefilled])
 
 
+def attend_causally(qkv: Tensor, num_kv: int) -> Tensor:
+    """Attend within each of P sequences of L tokens: [P, L, H + 2 KV, D] -> [P L, H D]."""
+    heads = qkv.transpose(1, 2)
+    num_queries = heads.shape[1] - 2 * num_kv
+    queries, keys, values = torch.split(heads, [num_queries, num_kv, num_kv], 1)
+    mixed = F.scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, enable_gqa=num_queries != num_kv
+    )
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def sample_tokens(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative distribution; return tokens [n, 1] int64 and logprobs [n, 1] float32.
 
@@ -340,8 +351,8 @@ def _uniforms(sequences: list[_Sequence]) -> npt.NDArray[np.float64]:
     return (_mixed(streams) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-class TorchEngine(Engine):
-    """See `engines.base.Engine`. `submit` and `step` are the engine; the rest is asyncio around it.
+class TorchEngine(Engine, InProcessLoader):
+    """See `engines.base`. `submit` and `step` are the engine; the rest is asyncio around it.
 
     Invariant: `running[r]` owns cache row r; when `step` has returned, the cache holds every token
     of a running sequence but its last, by the weights in use.
@@ -495,6 +506,11 @@ class TorchEngine(Engine):
             raise RunFault("engine_failed", f"serve() ended: {self._failure}") from self._failure
         return completion
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """See `Engine.score`: one forward pass beside the cache, between two steps."""
+        assert self._policy_version >= 0, "scored before the first weights"
+        return self._score(torch.tensor(tokens, device=self._device))
+
     def close(self) -> None:
         """Free cache and weights; everything in flight ends as aborted, and so do late requests."""
         self._closed = True
@@ -514,6 +530,19 @@ class TorchEngine(Engine):
             assert self._rows.tokens[row] == sequence.tokens[-1]
             assert self._rows.positions[row] == len(sequence.tokens) - 1 < sequence.limit - 1
             assert sequence.versions[-1][1] == self._policy_version
+
+    @torch.inference_mode()
+    def _score(self, tokens: Tensor) -> list[float]:
+        inputs, targets = tokens[:-1], tokens[1:]
+        rope = self._rope.at(torch.arange(len(inputs), device=self._device))
+        num_kv = self._config.num_key_value_heads
+
+        def attend(_: int, qkv: Tensor) -> Tensor:
+            return attend_causally(qkv[None], num_kv)
+
+        logprobs = self._model.forward(inputs, rope, attend, None).log_softmax(-1)
+        scores: list[float] = logprobs.gather(1, targets[:, None])[:, 0].tolist()
+        return scores
 
     def _refuse_misfit(self, request: GenerateRequest) -> None:
         prompt, num_new = request.prompt_tokens, request.max_new_tokens

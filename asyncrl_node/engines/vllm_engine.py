@@ -8,9 +8,13 @@ The scheduler of vLLM is paused around a swap: running requests keep their place
 `kv_after_update="recompute"` they lose their key-value cache and start over from the tokens they
 have, so no token depends on two versions. vLLM stamps every token with the version in use.
 
-Waits: a request waits for weights, ended by `use_weights`, `abort` or `close`; then for vLLM,
-ended by its last token, `abort` or `close`. What makes the engine useless ends `serve`, and with
-it the sampler; until then requests stay open, so that none is reported as failed by its own fault.
+One row more than `max_rows` belongs to `score`, ahead of everything that waits: a sampler whose
+rows are all taken for an hour still proves its weights at once.
+
+Waits: a request waits for weights, ended by `use_weights`, and for a row, ended by a request that
+ends; then for vLLM, ended by its last token; all of it also by `abort` or `close`. What makes the
+engine useless ends `serve`, and with it the sampler; until then requests stay open, so that none is
+reported as failed by its own fault.
 """
 
 from __future__ import annotations
@@ -21,17 +25,24 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from asyncrl_node.engines.base import Completion, Engine, FinishReason, GenerateRequest
+from asyncrl_node.engines.base import (
+    Completion,
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    OwnProcessLoader,
+)
+from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 from asyncrl_node.errors import ConfigError, RunFault
-from asyncrl_node.messages import WeightEntry, WeightsManifest
+from asyncrl_node.messages import WeightsManifest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -44,6 +55,8 @@ CPU_INSTALL = (
 
 _ABORTED = Completion([], [], [], "abort")
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_FIRST = -1
+"""The priority of what goes before everything else; requests have 0."""
 _BLOCK = 128
 """Tokens in one block of vLLM's cache on a CPU."""
 _LEAST_CACHE_BYTES = 16 << 20
@@ -53,36 +66,6 @@ _END_WITHIN_S = 1.0
 """Then vLLM's process is killed; it holds nothing that anyone needs."""
 
 OnFirstToken = Callable[[int], None]
-
-
-@runtime_checkable
-class SharedMemoryLoader(Protocol):
-    """An engine whose own process copies the weights; the sampler says when.
-
-        open_weights -> (lease granted) copy_weights -> (release the lease) use_weights -> ...
-
-    One load at a time: `use_weights` has returned before the next `copy_weights`.
-    """
-
-    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
-        """Note where the learner's buffer is; the first `copy_weights` maps it."""
-        ...
-
-    async def copy_weights(self, version: int) -> None:
-        """Copy the buffer, under a lease for `version`; it may be overwritten afterwards.
-
-        Requests made from now on wait for `use_weights`: none is sampled by older weights.
-
-        Raises: RunFault "weights_mismatch" or "torn_weights"; "engine_failed".
-        """
-        ...
-
-    async def use_weights(self, version: int) -> int:
-        """Load the copy, between two decode steps; return its hash.
-
-        Raises: RunFault; the engine is lost then, and so is its process.
-        """
-        ...
 
 
 class VllmSettings(NamedTuple):
@@ -147,8 +130,8 @@ class _Flight:
             self.gate.set_result(None)
 
 
-class VllmEngine(Engine):
-    """See `engines.base.Engine` and `SharedMemoryLoader`.
+class VllmEngine(Engine, OwnProcessLoader):
+    """See `engines.base`.
 
     Make it on the main thread, inside the loop that will use it: vLLM's processes die with the
     thread that made them (vllm_plugin.py). It takes 12 s or more, during which the loop stands.
@@ -163,7 +146,7 @@ class VllmEngine(Engine):
         self._settings = settings
         self._vocab_size = _vocab_size(model_dir)
         self._llm = _start(model_dir, settings)
-        self._buffer: tuple[WeightsManifest, Path] | None = None
+        self._buffer: tuple[WeightsManifest, FlatHandle] | None = None
         self._is_open = False
         self._policy_version = -1
         self._swapping = False
@@ -171,6 +154,8 @@ class VllmEngine(Engine):
         self._failure: RunFault | None = None
         self._failed = asyncio.Event()
         self._in_flight: dict[int, _Flight] = {}
+        self._num_submitted = 0
+        self._num_scored = 0
         self._generations: set[asyncio.Future[Completion]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -226,6 +211,37 @@ class VllmEngine(Engine):
         if flight.submitted:
             self._spawn(self._abort(request_id, flight))
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """See `Engine.score`: a prompt's own log-probabilities, which vLLM gives at temperature 1.
+
+        A prompt that is scored is computed anew, whatever is cached, and goes before what waits.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        assert self._policy_version >= 0, "scored before the first weights"
+        assert not self._swapping, "scored while weights are on their way"
+        sampling = SamplingParams(
+            temperature=1.0,
+            seed=0,
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = tokens_input(list(tokens), cache_salt=f"score-v{self._policy_version}")
+        self._num_scored += 1
+        request_id = f"score-{self._num_scored}"
+
+        async def last_output() -> Any:  # noqa: ANN401 - what vLLM returns
+            outputs = self._llm.generate(prompt, sampling, request_id, priority=_FIRST)
+            return [output async for output in outputs][-1]
+
+        scored = (await _named(last_output())).prompt_logprobs
+        return [entry[token].logprob for entry, token in zip(scored[1:], tokens[1:], strict=True)]
+
     def close(self) -> None:
         """End vLLM's processes; everything in flight ends as aborted, without its tokens."""
         if self._closed:
@@ -241,13 +257,28 @@ class VllmEngine(Engine):
     async def _generate(
         self, request: GenerateRequest, flight: _Flight, on_first_token: OnFirstToken | None
     ) -> Completion:
-        while not flight.aborted and (self._swapping or self._policy_version < 0):
+        while not flight.aborted and not self._may_submit():
             flight.gate = asyncio.get_running_loop().create_future()
             await flight.gate
         if flight.aborted:
             return _ABORTED
         flight.submitted = True
-        return await self._sample(request, on_first_token)
+        self._num_submitted += 1
+        try:
+            return await self._sample(request, on_first_token)
+        finally:
+            self._num_submitted -= 1
+            self._pass_gates()
+
+    def _may_submit(self) -> bool:
+        """New weights are neither missing nor on their way, and a row is free."""
+        ready = self._policy_version >= 0 and not self._swapping
+        return ready and self._num_submitted < self._settings.max_rows
+
+    def _pass_gates(self) -> None:
+        """Have what waits look again, first come, first served."""
+        for flight in self._in_flight.values():
+            flight.pass_gate()
 
     async def _sample(
         self, request: GenerateRequest, on_first_token: OnFirstToken | None
@@ -352,13 +383,15 @@ class VllmEngine(Engine):
 
     # -- weights -----------------------------------------------------------------------------
 
-    def open_weights(self, manifest: WeightsManifest, path: Path) -> None:
+    def open_weights(
+        self, manifest: WeightsManifest, path: Path, handle: FlatHandle | None = None
+    ) -> None:
         """Note where the learner's buffer is; the first `copy_weights` maps it."""
-        self._buffer = (manifest, path)
+        self._buffer = (manifest, handle or {"kind": "host", "path": str(path)})
         self._is_open = False
 
     async def copy_weights(self, version: int) -> None:
-        """See `SharedMemoryLoader.copy_weights`."""
+        """See `OwnProcessLoader.copy_weights`."""
         assert not self._closed, "weights for a closed engine"
         assert not self._swapping, "the last version copied is not in use yet"
         await self._open()
@@ -366,22 +399,12 @@ class VllmEngine(Engine):
         self._swapping = True
 
     async def use_weights(self, version: int) -> int:
-        """See `SharedMemoryLoader.use_weights`."""
+        """See `OwnProcessLoader.use_weights`."""
         assert self._swapping, "nothing was copied"
         await _named(self._swap(version))
         digests = set(await _named(self._llm.collective_rpc("arl_digest")))
         assert len(digests) == 1, f"the workers copied different bytes: {digests}"
         return int(digests.pop())
-
-    def load_weights(
-        self, version: int, entries: tuple[WeightEntry, ...], source: memoryview
-    ) -> None:
-        """Never called: the sampler uses `SharedMemoryLoader` where an engine has it."""
-        raise NotImplementedError("vLLM copies the weights itself: copy_weights, use_weights")
-
-    def weights_view(self) -> memoryview:
-        """Never called: `use_weights` returns the hash."""
-        raise NotImplementedError("the copy is in vLLM's worker; use_weights returns its hash")
 
     async def _open(self) -> None:
         if self._is_open:
@@ -389,8 +412,7 @@ class VllmEngine(Engine):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         assert self._buffer is not None, "copy_weights before open_weights"
-        manifest, path = self._buffer
-        handle = {"kind": "host", "path": str(path)}
+        manifest, handle = self._buffer
         init_info = {"manifest": msgspec.msgpack.encode(manifest), "handle": handle}
         request = WeightTransferInitRequest(init_info=init_info)
         await _named(self._llm.init_weight_transfer_engine(request))
@@ -408,8 +430,7 @@ class VllmEngine(Engine):
         self._policy_version = version  # before the first token that it samples
         await self._llm.resume_generation()
         self._swapping = False
-        for flight in self._in_flight.values():
-            flight.pass_gate()
+        self._pass_gates()
 
 
 def _is_cancelled() -> bool:
@@ -430,7 +451,9 @@ def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
         # With a seed, vllm 0.32 dies of a prompt computed in parts: "CPU Generator does not use
         # offset". So every prompt is computed whole.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(settings.max_prefill_tokens, settings.max_context),
+        # Decoding rows come first: without room beside them the longest prompt would wait for all.
+        "max_num_batched_tokens": settings.max_rows
+        + max(settings.max_prefill_tokens, settings.max_context),
     }
     on_gpu = {
         "max_num_batched_tokens": settings.max_prefill_tokens,
@@ -445,7 +468,8 @@ def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
         generation_config="vllm",
         dtype=settings.dtype,
         max_model_len=settings.max_context,
-        max_num_seqs=settings.max_rows,
+        max_num_seqs=settings.max_rows + 1,  # the last one for `score`
+        scheduling_policy="priority",
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config={"backend": BACKEND},
@@ -489,7 +513,7 @@ def _cache_bytes(model_dir: Path, settings: VllmSettings) -> int:
     head = config.get("head_dim") or config["hidden_size"] // num_heads
     item = 4 if settings.dtype == "float32" else 2
     blocks_per_row = -(-settings.max_context // _BLOCK) + 1
-    tokens = (settings.max_rows * blocks_per_row + 2) * _BLOCK
+    tokens = ((settings.max_rows + 1) * blocks_per_row + 2) * _BLOCK
     per_token = 2 * int(config["num_hidden_layers"]) * int(num_kv) * int(head) * item
     return max(_LEAST_CACHE_BYTES, per_token * tokens)
 

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from asyncrl_node.engines.cuda_flat import CudaImport, FlatHandle
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash
@@ -73,13 +74,17 @@ class FlatImport(Protocol):
         ...
 
 
-def import_flat(handle: dict[str, str], manifest: WeightsManifest) -> FlatImport:
+def import_flat(handle: FlatHandle, manifest: WeightsManifest) -> FlatImport:
     """Open the learner's buffer; `handle` says by which transport.
 
-    handle  {"kind": "host", "path": the file in shared memory}
+    handle  {"kind": "host", "path": the file in shared memory}, or cuda_flat.gpu_handle's
+
+    Raises: RunFault("weights_mismatch"), CudaError.
     """
     if handle["kind"] == "host":
-        return HostImport(Path(handle["path"]), manifest)
+        return HostImport(Path(str(handle["path"])), manifest)
+    if handle["kind"] == "cuda_ipc":
+        return CudaImport.of_handle(handle, manifest)
     raise RunFault("weights_mismatch", f"no transport of the kind {handle['kind']!r} here")
 
 
@@ -89,7 +94,8 @@ class HostImport:
     def __init__(self, path: Path, manifest: WeightsManifest) -> None:
         self._entries = manifest.entries
         self._import = SharedMemoryImport(path, manifest)
-        self._copy = torch.empty(manifest.num_bytes, dtype=torch.uint8)
+        pin = torch.cuda.is_available()  # then vLLM copies it on at the bus's full rate
+        self._copy = torch.empty(manifest.num_bytes, dtype=torch.uint8, pin_memory=pin)
         self._thread = ThreadPoolExecutor(1, "weights-hash")
         self._digest: Future[int] | None = None
 
@@ -99,7 +105,7 @@ class HostImport:
             self._digest.result()  # it reads what is about to be overwritten
         copy = self._copy.numpy().data
         copy[:] = self._import.view(version)
-        self._import.view(version)
+        self._import.check(version)
         self._digest = self._thread.submit(weights_hash, copy)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +131,7 @@ class FlatInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     manifest: bytes
     """WeightsManifest, in msgpack."""
-    handle: dict[str, str]
+    handle: FlatHandle
     """See `import_flat`."""
 
 

@@ -25,6 +25,15 @@ class Trainer(Protocol):
         """End the step; return its metrics."""
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are 0 .. vocab_size - 1."""
+        ...
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens[1:] under the present weights, at temperature 1."""
+        ...
+
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         """Lay the weights out; return entries and bytes."""
         ...

@@ -2,6 +2,8 @@
 
     main thread --commands--> courier <--> scheduler (orders), samplers (the weight transaction)
 
+It also serves the tests of pairs (weights.py), when a sampler says hello.
+
 A lease must be granted within milliseconds, also in the middle of a long training step; torch
 releases the interpreter inside its kernels, so this thread gets its turn. It decides nothing:
 PublishingCore does.
@@ -12,6 +14,7 @@ lease going back, or by the overdue rule. Both also end with an error of this th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -32,10 +35,14 @@ from asyncrl_node.core.publishing import (
     ToSampler,
     WriteDone,
 )
+from asyncrl_node.core.transport import Decided, EndRun, EndTest, PrepareTest, WriteTestPattern
+from asyncrl_node.errors import RunFault
+from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import (
     LearnerMessage,
     LearnerOrder,
     SamplerFault,
+    Warned,
     WeightNotice,
     WeightRequest,
     WeightsHello,
@@ -51,20 +58,23 @@ class _End:
     """The command that ends the thread."""
 
 
-_Command = LearnerMessage | RequestWrite | WriteDone | _End
+_Scheduler = Dealer[LearnerOrder, LearnerMessage | Warned]
+_Command = LearnerMessage | Warned | RequestWrite | WriteDone | _End
 
 
 class Courier:
     """Messages of the learner, on a thread of their own."""
 
-    def __init__(self, core: PublishingCore, sockets_dir: Path) -> None:
+    def __init__(self, core: PublishingCore, sockets_dir: Path, weights: LearnerWeights) -> None:
         self._core = core
+        self._weights = weights
         self._sockets_dir = sockets_dir
         self._zmq = zmq.Context()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[LearnerOrder | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[BufferFree | BaseException] = queue.SimpleQueue()
         self._wake = self._zmq.socket(zmq.PAIR)
+        self._wake.setsockopt(zmq.SNDHWM, 0)
         self._wake.bind("inproc://wake")
         self._incarnations: dict[int, int] = {}
         self._thread = threading.Thread(target=self._main, name="courier", daemon=True)
@@ -72,7 +82,7 @@ class Courier:
 
     # -- the main thread's side --------------------------------------------------------------
 
-    def send(self, message: LearnerMessage) -> None:
+    def send(self, message: LearnerMessage | Warned) -> None:
         """Send to the scheduler; returns at once."""
         self._command(message)
 
@@ -90,9 +100,11 @@ class Courier:
         if isinstance(free, BaseException):
             raise free
 
-    def announce(self, version: int, weights_hash: int) -> None:
+    def announce(
+        self, version: int, weights_hash: int, canary_logprobs: tuple[float, ...] = ()
+    ) -> None:
         """Say that the buffer holds `version`, complete."""
-        self._command(WriteDone(version, weights_hash))
+        self._command(WriteDone(version, weights_hash, canary_logprobs))
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
@@ -103,7 +115,9 @@ class Courier:
 
     def _command(self, command: _Command) -> None:
         self._commands.put(command)
-        self._wake.send(b"")
+        # Without a thread at the other end this would wait for ever; its error waits in the queues.
+        with contextlib.suppress(zmq.Again):
+            self._wake.send(b"", zmq.NOBLOCK)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -117,7 +131,7 @@ class Courier:
     def _serve(self) -> None:
         woken = self._zmq.socket(zmq.PAIR)
         woken.connect("inproc://wake")
-        scheduler: Dealer[LearnerOrder, LearnerMessage] = Dealer(
+        scheduler: _Scheduler = Dealer(
             self._zmq, endpoint(self._sockets_dir, "scheduler"), Peer("learner"), LearnerOrder
         )
         samplers: Router[WeightRequest, WeightNotice] = Router(
@@ -158,7 +172,7 @@ class Courier:
     def _handle(
         self,
         event: PublishingEvent,
-        scheduler: Dealer[Any, LearnerMessage],
+        scheduler: _Scheduler,
         samplers: Router[Any, WeightNotice],
     ) -> None:
         for instruction in self._core.handle(event, time.monotonic()):
@@ -167,7 +181,7 @@ class Courier:
     def _obey(
         self,
         instruction: PublishingInstruction,
-        scheduler: Dealer[Any, LearnerMessage],
+        scheduler: _Scheduler,
         samplers: Router[Any, WeightNotice],
     ) -> None:
         match instruction:
@@ -180,5 +194,18 @@ class Courier:
             case AtFault():
                 log.error("%s: %s", instruction.name, instruction.story)
                 scheduler.send(SamplerFault(*instruction))
+            case PrepareTest():
+                self._handle(self._weights.prepare_test(instruction), scheduler, samplers)
+            case WriteTestPattern():
+                self._handle(self._weights.write_pattern(instruction), scheduler, samplers)
+            case EndTest():
+                self._weights.end_test(instruction)
+            case Decided(kind="host"):
+                log.warning("%s", instruction.text)
+                scheduler.send(Warned(instruction.text))
+            case Decided():
+                log.info("%s", instruction.text)
+            case EndRun():
+                raise RunFault(instruction.name, instruction.story)
             case _:
                 assert_never(instruction)

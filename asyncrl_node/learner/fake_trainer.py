@@ -11,12 +11,14 @@ import numpy as np
 from asyncrl_node.config import Config
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.core.rollout import TrajectoryGroup
-from asyncrl_node.engines.fake_engine import WEIGHT_NAME
+from asyncrl_node.engines.fake_engine import WEIGHT_NAME, scripted_logprobs
 from asyncrl_node.messages import WeightEntry
 
 
 class FakeTrainer:
     """Imports no torch; see learner/base.py."""
+
+    vocab_size = 1000
 
     def __init__(self, config: Config) -> None:
         self._update_s = config.fake.train_s / config.learner.num_substeps
@@ -37,6 +39,10 @@ class FakeTrainer:
         self._version += 1
         trained, self._num_tokens = self._num_tokens, 0
         return {"tokens/trained": float(trained)}
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Score as the engine's script does."""
+        return scripted_logprobs(self._version, tokens)
 
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         """Lay out one parameter, without padding."""

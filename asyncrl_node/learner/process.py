@@ -16,9 +16,11 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 
 from asyncrl_node.config import Config
+from asyncrl_node.core.probe import Probe, canary_tokens
 from asyncrl_node.core.publishing import PublishingCore
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
@@ -26,6 +28,7 @@ from asyncrl_node.learner.base import Trainer
 from asyncrl_node.learner.clock import CauseClock
 from asyncrl_node.learner.courier import Courier
 from asyncrl_node.learner.records import TrainedRecords, write_samples
+from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import (
     Batch,
     EndOfData,
@@ -38,12 +41,13 @@ from asyncrl_node.messages import (
     Stop,
     Take,
     Trained,
+    Warned,
     WeightsManifest,
 )
-from asyncrl_node.plan import engine_of, model_folder, task_of
+from asyncrl_node.plan import engine_of, max_rollout_tokens, model_folder, task_of
 from asyncrl_node.process import ProcessContext
 from asyncrl_node.run_directory import slot_folder, weights_path
-from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
+from asyncrl_node.transport.weights import layout_hash
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +90,13 @@ class LearnerProcess:
         self._trainer = make_trainer(config)
         entries, num_bytes = self._trainer.manifest()
         manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
-        self._export = SharedMemoryExport(weights_path(runtime), manifest)
-        core = PublishingCore(manifest, config.weights_overdue_s)
-        self._courier = Courier(core, Path(runtime.sockets_dir))
-        self._slots = slot_folder(runtime)
+        self._weights = LearnerWeights(config, manifest, weights_path(runtime))
         self._task = task_of(config)
+        self._probe = self._make_probe()
+        overdue_s, terms = config.weights_overdue_s, self._weights.terms
+        core = PublishingCore(manifest, overdue_s, self._probe, terms=terms)
+        self._courier = Courier(core, Path(runtime.sockets_dir), self._weights)
+        self._slots = slot_folder(runtime)
         self._records = TrainedRecords(
             directory.trained, config.pacing.max_steps_off_policy, runtime.run_attempt
         )
@@ -106,6 +112,8 @@ class LearnerProcess:
     def run(self) -> None:
         """Train to the end of the data, the step limit or an interruption."""
         try:
+            if self._config.transport != "host" and (reason := self._weights.terms.reason):
+                self._courier.send(Warned(f"weights go through host shared memory: {reason}"))
             self._publish(self._version)
             self._courier.send(LearnerHello(os.getpid(), self._version))
             self._train()
@@ -113,7 +121,7 @@ class LearnerProcess:
         finally:
             self._records.close()
             self._courier.close()
-            self._export.close()
+            self._weights.close()
 
     def _train(self) -> None:
         try:
@@ -227,12 +235,28 @@ class LearnerProcess:
 
     def _publish(self, version: int) -> None:
         """Make the weights public: complete in the buffer, announced; then slots are freed."""
+        canary = self._score_canary(version)
         self._courier.wait_until_free()
-        with self._export.begin_write() as area:
-            self._trainer.copy_weights_into(area)
-        self._courier.announce(version, self._export.end_write(version))
+        self._courier.announce(version, self._weights.publish(version, self._trainer), canary)
         self._courier.send(Published(version))
         self._version = version
+
+    def _make_probe(self) -> Probe | None:
+        """The canary that every sampler can take as a prompt; None where the probe is off."""
+        limit = self._config.learner.probe_limit
+        most = max_rollout_tokens(self._config, self._task) - 1
+        tokens = canary_tokens(self._trainer.vocab_size, most)
+        return Probe(tokens, limit) if limit is not None and tokens else None
+
+    def _score_canary(self, version: int) -> tuple[float, ...]:
+        """Score the canary. Raises: RunFault("non_finite") for weights that are broken."""
+        if self._probe is None:
+            return ()
+        scores = tuple(self._trainer.score(self._probe.tokens))
+        if not all(map(isfinite, scores)):
+            story = f"the weights of version {version} give logprobs that are not finite: {scores}"
+            raise RunFault("non_finite", story)
+        return scores
 
     def _after_publication(self) -> None:
         done = self._version - self._config.start_version

@@ -313,6 +313,22 @@ class Trainer:
         self._sums = _StepSums()
         return metrics
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are 0 .. vocab_size - 1."""
+        return self._head.shape[0]
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens[1:] under the present weights, at temperature 1.
+
+        The same forward pass and head that train.
+        """
+        sequence = torch.tensor(tokens, device=self._device)
+        pack = _bare_pack(sequence[:-1], sequence[1:], [len(tokens) - 1])
+        scores: list[float] = self._score_at(pack, 1.0)[0].tolist()
+        return scores
+
     def named_weights(self) -> list[tuple[str, Tensor]]:
         """Return the parameters in module order by Hugging Face name, a tied head once; views."""
         return [(name, parameter.detach()) for name, parameter in self._parameters.items()]
@@ -424,7 +440,10 @@ class Trainer:
             self._parity.add(pack.targets[same], pack.sampler_logprobs[same], logprobs[same], named)
 
     def _score(self, pack: _Pack) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of a pack's N targets."""
+        """Log-probabilities and entropies of a pack's N targets, as they were sampled."""
+        return self._score_at(pack, self._temperature)
+
+    def _score_at(self, pack: _Pack, temperature: float) -> tuple[Tensor, Tensor]:
         hidden: Tensor = self._model.base_model(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
@@ -432,7 +451,7 @@ class Trainer:
             pack=pack.sequences,
         ).last_hidden_state[0]
         chosen = hidden.index_select(0, pack.predictors)
-        return head_logprobs(chosen, self._head, pack.targets, self._temperature)
+        return head_logprobs(chosen, self._head, pack.targets, temperature)
 
     def _loss(self, logprobs: Tensor, pack: _Pack) -> TokenLoss:
         """The configured loss, summed over the pack's tokens."""
@@ -475,17 +494,7 @@ class Trainer:
         members = torch.arange(first + second, device=self._device)
         tokens = (members % self._head.shape[0])[None]
         targets = tokens[0].roll(-1)
-        pack = _Pack(
-            input_ids=tokens,
-            position_ids=torch.where(members < first, members, members - first)[None],
-            sequences=plan_attention([first, second], self._device),
-            predictors=members,
-            targets=targets,
-            sampler_logprobs=torch.zeros_like(members),
-            advantages=torch.zeros_like(members),
-            policy_versions=members,
-            places=np.zeros(0, np.int64),
-        )
+        pack = _bare_pack(tokens[0], targets, [first, second])
         with torch.no_grad(), _quiet():
             packed, _ = self._score(pack)
             self._model.set_attn_implementation("eager")
@@ -627,6 +636,23 @@ def _make_pack(rollouts: _Rollouts, members: Int64s, device: torch.device) -> _P
         advantages=tensor(rollouts.advantages[owner]),
         policy_versions=tensor(rollouts.policy_versions[scored]),
         places=rollouts.places[owner],
+    )
+
+
+def _bare_pack(tokens: Tensor, targets: Tensor, lengths: list[int]) -> _Pack:
+    """Pack whole sequences, back to back in `tokens` [T], to score `targets` [T] after each."""
+    members = torch.arange(len(tokens), device=tokens.device)
+    nothing = torch.zeros_like(members)
+    return _Pack(
+        input_ids=tokens[None],
+        position_ids=torch.cat([members[:length] for length in lengths])[None],
+        sequences=plan_attention(lengths, tokens.device),
+        predictors=members,
+        targets=targets,
+        sampler_logprobs=nothing,
+        advantages=nothing,
+        policy_versions=nothing,
+        places=np.zeros(0, np.int64),
     )
 
 

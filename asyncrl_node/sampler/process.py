@@ -2,7 +2,8 @@
 
     scheduler --Admit--> SamplerCore --StartRollout--> RolloutRunner --> Engine
     learner   --LeaseGranted--> LoadWeights (between two decode steps) --> Release, WeightsLoaded
-    all rollouts of a group in --> slot written --> GroupCompleted
+              --WeightsAccepted--> the first one: SamplerHello
+    all rollouts of a group in, their versions accepted --> slot written --> GroupCompleted
 
 One thread: a decode step, a weight load and a message never overlap. Waits: each task here waits
 for its socket, for the engine or for the clock; `run` ends with the Stop order or the first task
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -23,12 +24,12 @@ import zmq.asyncio
 
 from asyncrl_node.core.sampling import (
     AbandonGroup,
+    AskForWork,
     CopyDone,
     EndProcess,
     FirstToken,
     LoadDone,
     LoadWeights,
-    OpenWeights,
     RolloutDone,
     RolloutKey,
     RolloutRaised,
@@ -41,9 +42,16 @@ from asyncrl_node.core.sampling import (
     ToScheduler,
     WriteGroup,
 )
-from asyncrl_node.engines.base import Engine
+from asyncrl_node.core.transport import (
+    CloseTest,
+    ComparePattern,
+    OpenTest,
+    OpenWeights,
+    WeightsOpened,
+)
+from asyncrl_node.engines.base import Engine, InProcessLoader, OwnProcessLoader
+from asyncrl_node.engines.cuda_flat import gpu_handle
 from asyncrl_node.engines.factory import make_engine
-from asyncrl_node.engines.vllm_engine import SharedMemoryLoader
 from asyncrl_node.messages import (
     FailureKind,
     GroupCompleted,
@@ -64,8 +72,9 @@ from asyncrl_node.sampler.rollouts import (
     RolloutRunner,
     build_group,
 )
+from asyncrl_node.sampler.weights import SamplerWeights
 from asyncrl_node.transport.channel import AsyncDealer, Peer, endpoint
-from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash
+from asyncrl_node.transport.weights import weights_hash
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +120,9 @@ class SamplerProcess:
         self._learner: AsyncDealer[WeightNotice, WeightRequest] = AsyncDealer(
             self._zmq, endpoint(sockets, "weights"), me, WeightNotice
         )
-        self._weights: SharedMemoryImport | None = None
+        path, has_gpu = weights_path(context.runtime), bool(config.gpus)
+        self._weights = SamplerWeights(context.index, path, has_gpu=has_gpu)
         self._manifest: WeightsManifest | None = None
-        self._greeted = False
         self._running: dict[RolloutKey, asyncio.Task[None]] = {}
         self._finished: dict[RolloutKey, Rollout] = {}
         self._started_s: dict[tuple[int, int], float] = {}
@@ -134,6 +143,7 @@ class SamplerProcess:
             for task in (*serving, *self._running.values()):
                 task.cancel()
         self._engine.close()
+        self._weights.close()
         self._scheduler.close()
         self._learner.close()
         self._zmq.term()
@@ -157,10 +167,18 @@ class SamplerProcess:
                 self._scheduler.send(instruction.message)
             case ToLearner():
                 self._learner.send(instruction.message)
+            case OpenTest():
+                self._handle(self._weights.open_test(instruction))
+            case ComparePattern():
+                self._handle(self._weights.compare(instruction))
+            case CloseTest():
+                self._weights.close_test()
             case OpenWeights():
-                self._open(instruction.manifest)
+                self._open(instruction)
             case LoadWeights():
-                self._load(instruction.version)
+                self._load(instruction)
+            case AskForWork():
+                self._ask_for_work()
             case StartRollout():
                 self._start(instruction)
             case AbandonGroup():
@@ -174,56 +192,71 @@ class SamplerProcess:
 
     # -- weights -----------------------------------------------------------------------------
 
-    def _open(self, manifest: WeightsManifest) -> None:
+    def _open(self, order: OpenWeights) -> None:
+        """Open the weights here, or tell the engine how to open them in a process of its own."""
+        self._manifest = order.manifest
+        if order.reason:
+            log.info("weights come through host shared memory: %s", order.reason)
+        if not isinstance(self._engine, OwnProcessLoader):
+            if (answer := self._weights.open(order)) is not None:
+                self._handle(answer)
+            return
+        self._weights.leave_gpu()
         path = weights_path(self._context.runtime)
-        if isinstance(self._engine, SharedMemoryLoader):
-            self._engine.open_weights(manifest, path)
+        if order.kind == "cuda_ipc":
+            index = self._context.index
+            self._engine.open_weights(order.manifest, path, gpu_handle(order.weights, index))
+            self._handle(WeightsOpened())  # its worker opens them at the first load
         else:
-            self._manifest = manifest
-            self._weights = SharedMemoryImport(path, manifest)
+            self._engine.open_weights(order.manifest, path)
 
-    def _load(self, version: int) -> None:
-        """Copy under the lease, hand it back, then hash the copy while rollouts go on.
+    def _load(self, load: LoadWeights) -> None:
+        """Copy under the lease, hand it back, then prove the copy while rollouts go on.
 
         An engine with a process of its own copies there; until its swap is done it holds back
         every request made after the copy.
         """
-        if isinstance(self._engine, SharedMemoryLoader):
-            work = self._load_elsewhere(self._engine, version)
+        if isinstance(self._engine, OwnProcessLoader):
+            work = self._load_elsewhere(self._engine, load)
         else:
-            self._copy(version)
-            work = self._hash(version)
+            assert isinstance(self._engine, InProcessLoader)
+            self._copy(self._engine, load.version)
+            work = self._prove(load, self._hash(self._engine))
         self._load_task = asyncio.get_running_loop().create_task(work)
         self._load_task.add_done_callback(_raise_error)
 
-    def _copy(self, version: int) -> None:
-        assert self._weights is not None
+    def _copy(self, engine: InProcessLoader, version: int) -> None:
         assert self._manifest is not None
-        view = self._weights.view(version)
-        self._engine.load_weights(version, self._manifest.entries, view)
-        self._weights.view(version)  # the version stands before and after: not torn
+        view = self._weights.source.view(version)
+        engine.load_weights(version, self._manifest.entries, view)
+        self._weights.source.check(version)  # the version stands before and after: not torn
         self._handle(CopyDone(version))
 
-    async def _hash(self, version: int) -> None:
-        self._loaded(version, await asyncio.to_thread(weights_hash, self._engine.weights_view()))
+    async def _hash(self, engine: InProcessLoader) -> int:
+        return await asyncio.to_thread(weights_hash, engine.weights_view())
 
-    async def _load_elsewhere(self, engine: SharedMemoryLoader, version: int) -> None:
-        await engine.copy_weights(version)
-        self._handle(CopyDone(version))
-        self._loaded(version, await engine.use_weights(version))
+    async def _load_elsewhere(self, engine: OwnProcessLoader, load: LoadWeights) -> None:
+        await engine.copy_weights(load.version)
+        self._handle(CopyDone(load.version))
+        await self._prove(load, engine.use_weights(load.version))
 
-    def _loaded(self, version: int, digest: int) -> None:
-        """Acknowledge; after the very first load, ask for work."""
-        self._handle(LoadDone(version, digest))
-        if not self._greeted:
-            self._greeted = True
-            hello = SamplerHello(
-                self._context.index,
-                self._context.incarnation,
-                os.getpid(),
-                self._context.config.sampling.max_concurrent_rollouts,
-            )
-            self._scheduler.send(hello)
+    async def _prove(self, load: LoadWeights, use: Awaitable[int]) -> None:
+        """Acknowledge: the hash of what is in use, and what it makes of the canary."""
+        digest = await use
+        began_s = time.monotonic()
+        scores = await self._engine.score(load.canary) if load.canary else []
+        spent_s = time.monotonic() - began_s
+        log.debug("version %d: %.1f ms for the canary", load.version, 1e3 * spent_s)
+        self._handle(LoadDone(load.version, digest, tuple(scores)))
+
+    def _ask_for_work(self) -> None:
+        hello = SamplerHello(
+            self._context.index,
+            self._context.incarnation,
+            os.getpid(),
+            self._context.config.sampling.max_concurrent_rollouts,
+        )
+        self._scheduler.send(hello)
 
     # -- rollouts ----------------------------------------------------------------------------
 

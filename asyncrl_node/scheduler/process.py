@@ -40,6 +40,7 @@ from asyncrl_node.messages import (
     SamplerHello,
     SamplerMessage,
     SamplerOrder,
+    Warned,
 )
 from asyncrl_node.plan import pacing_rule, task_of
 from asyncrl_node.process import ProcessContext
@@ -90,7 +91,11 @@ class SchedulerProcess:
         self._router: Router[Any, Any] = Router(
             self._zmq,
             endpoint(Path(runtime.sockets_dir), "scheduler"),
-            {"sampler": SamplerMessage, "learner": LearnerMessage, "launcher": LauncherMessage},
+            {
+                "sampler": SamplerMessage,
+                "learner": LearnerMessage | Warned,
+                "launcher": LauncherMessage,
+            },
         )
         self._incarnations: dict[int, int] = {}
         self._last_flush_s = 0.0
@@ -124,6 +129,9 @@ class SchedulerProcess:
     def _drain_socket(self) -> None:
         while not self._finished and (received := self._router.receive()) is not None:
             peer, message = received
+            if isinstance(message, Warned):
+                self._report(message)
+                continue
             if isinstance(message, SamplerHello):
                 self._incarnations[message.sampler] = message.incarnation
                 log.info("%s, pid %d", peer, message.pid)

@@ -25,9 +25,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncrl_node.errors import InvalidTransition, RunFault
+from asyncrl_node.messages import CUDA_HANDLE_BYTES as HANDLE_BYTES
 
-HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
+REGISTER_PORTABLE = 1
+REGISTER_READ_ONLY = 8
 
 Out = Any
 """ctypes.byref(...) of what a call fills in."""
@@ -114,6 +116,14 @@ class DriverLibrary(Protocol):
         """Copy on the device, or from a mapped peer."""
         ...
 
+    def cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int, /) -> int:
+        """Lock pages of this process in memory, so that a GPU may copy from and to them itself."""
+        ...
+
+    def cuMemHostUnregister(self, address: int, /) -> int:
+        """Unlock what was registered at this address."""
+        ...
+
     def cuIpcGetMemHandle(self, out: Out, address: int, /) -> int:
         """Make an allocation openable by other processes; out: IpcHandle."""
         ...
@@ -144,6 +154,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoH_v2": (_POINTER, ctypes.c_uint64, ctypes.c_size_t),
     "cuMemcpyHtoD_v2": (ctypes.c_uint64, _POINTER, ctypes.c_size_t),
     "cuMemcpyDtoD_v2": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t),
+    "cuMemHostRegister_v2": (_POINTER, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (_POINTER,),
     "cuIpcGetMemHandle": (_POINTER, ctypes.c_uint64),
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (ctypes.c_uint64,),
@@ -200,11 +212,20 @@ class CudaDriver:
         return CudaDevice(self, ordinal)
 
 
+def open_own_gpu() -> CudaDevice:
+    """Open this process's GPU: the first it sees, as the launcher shows each process its own.
+
+    Raises: RunFault("no_cuda_driver"), CudaError.
+    """
+    return CudaDriver(load_library()).open_device(0)
+
+
 class CudaDevice:
     """One GPU of this process: its primary context, and what was allocated and opened in it.
 
     Contexts belong to threads, and the learner has two (courier.py): every method sets the context
-    first. Invariant: what is in `_allocated` and `_opened` exists in the driver, and nothing else.
+    first. Invariant: what is in `_allocated`, `_opened` and `_registered` exists in the driver, and
+    nothing else.
     """
 
     def __init__(self, driver: CudaDriver, ordinal: int) -> None:
@@ -221,12 +242,14 @@ class CudaDevice:
         self._context: ctypes.c_void_p | None = context
         self._allocated: set[int] = set()
         self._opened: dict[bytes, int] = {}
+        self._registered: set[int] = set()
 
     def close(self) -> None:
         """Give the context back, once. Raises: InvalidTransition while memory is still held."""
-        if self._allocated or self._opened:
+        if self._allocated or self._opened or self._registered:
             raise InvalidTransition(
-                f"{len(self._allocated)} buffers and {len(self._opened)} mappings are still held"
+                f"{len(self._allocated)} buffers, {len(self._opened)} mappings and "
+                f"{len(self._registered)} pieces of host memory are still held"
             )
         if self._context is not None:
             self._context = None
@@ -298,13 +321,13 @@ class CudaDevice:
     def read(self, address: int, target: memoryview) -> None:
         """Copy device memory into `target`, writable; complete on return."""
         self._enter()
-        result = self._library.cuMemcpyDtoH_v2(_host_address(target), address, target.nbytes)
+        result = self._library.cuMemcpyDtoH_v2(host_address(target), address, target.nbytes)
         self._driver.check("cuMemcpyDtoH_v2", result)
 
     def write(self, address: int, source: memoryview) -> None:
         """Copy `source` into device memory; `synchronize` before anyone else reads it."""
         self._enter()
-        result = self._library.cuMemcpyHtoD_v2(address, _host_address(source), source.nbytes)
+        result = self._library.cuMemcpyHtoD_v2(address, host_address(source), source.nbytes)
         self._driver.check("cuMemcpyHtoD_v2", result)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
@@ -318,6 +341,26 @@ class CudaDevice:
         self._enter()
         result = self._library.cuMemsetD8_v2(address, value, num_bytes)
         self._driver.check("cuMemsetD8_v2", result)
+
+    def register_host(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        """Pin host memory. `read_only` is for pages mapped read-only, which are refused otherwise.
+
+        Raises: CudaError. The driver keeps no error after a call that failed, as the runtime does
+        (whose next caller, torch, would report it as its own): there is nothing to clear.
+        """
+        self._enter()
+        flags = REGISTER_PORTABLE | (REGISTER_READ_ONLY if read_only else 0)
+        result = self._library.cuMemHostRegister_v2(address, num_bytes, flags)
+        self._driver.check(f"cuMemHostRegister_v2 of {num_bytes} bytes", result)
+        self._registered.add(address)
+
+    def unregister_host(self, address: int) -> None:
+        """Unpin what `register_host` pinned at `address`, before it is unmapped."""
+        if address not in self._registered:
+            raise InvalidTransition(f"{address:#x} is not registered here")
+        self._enter()
+        self._registered.remove(address)
+        self._driver.check("cuMemHostUnregister", self._library.cuMemHostUnregister(address))
 
     def synchronize(self) -> None:
         """Wait until everything begun in this process on this device is complete."""
@@ -345,6 +388,6 @@ class CudaDevice:
         return f"{prefix}-{uuid.UUID(bytes=bytes(octets))}"
 
 
-def _host_address(view: memoryview) -> int:
+def host_address(view: memoryview) -> int:
     """Return where the bytes of a contiguous view begin."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)

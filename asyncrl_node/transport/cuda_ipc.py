@@ -2,6 +2,8 @@
 
     CudaIpcExport (learner)   allocate -> handle, then per version: begin_write, kernels, end_write
     CudaIpcImport (sampler)   open once, for life, then per version, leased: view, copies, view
+    SelfTestExport (learner)  a test buffer of one pair: write a pattern when it is asked for
+    SelfTestImport (sampler)  map it, then per pattern: pull and compare
 
 The same idea, leases and faults as host shared memory (weights.py); what differs is that an area of
 device memory is an address and not a memoryview, so kernels fill it and `read_area` or `as_tensor`
@@ -14,8 +16,8 @@ Layout: 192 unused bytes, 64-byte front (magic, layout hash, version, bytes), th
 Peer access can be broken in silence: under an IOMMU every call succeeds and the data is wrong
 (pytorch#84803, open-gpu-kernel-modules#1257). So before its first use every pair of learner and
 sampler passes a self-test: patterns written after the mapping was opened, pulled as weights are,
-compared byte by byte. Whatever stands in the way, `choose_transport` says so in words for the log
-and the run goes on through host shared memory.
+compared byte by byte. What becomes of a pair is decided elsewhere (core/transport.py); `refusal`
+tells what CUDA has refused from what has really gone wrong.
 
 Has never run on a GPU.
 """
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,15 +35,14 @@ import xxhash
 
 from asyncrl_node.core.shards import Assembly, layout_hash_input, shard_layout
 from asyncrl_node.errors import InvalidTransition, RunFault
-from asyncrl_node.messages import Message, WeightEntry, WeightsManifest
-from asyncrl_node.transport.cuda_driver import HANDLE_BYTES, CudaDevice, CudaError
+from asyncrl_node.messages import PATTERN_SEEDS, CudaIpcHandle, WeightEntry, WeightsManifest
+from asyncrl_node.transport.cuda_driver import CudaDevice, CudaError
+from asyncrl_node.transport.weights import DeviceArea
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SELF_TEST_BYTES = 64 << 20
-PATTERNS = (1, 2, 3)
-"""Seeds of the self-test's patterns."""
 
 _FRONT = struct.Struct("<8sQqQ")
 _FRONT_OFFSET = 192
@@ -53,43 +54,6 @@ _REFUSALS = frozenset({"cuda_error", "mig", "no_cuda_driver", "not_exportable"})
 """Faults that say: not this way. Any other, of a peer that has gone say, is not ours to hide."""
 _PIECE_BYTES = 16 << 20
 """Device memory passes through the host in pieces of this size."""
-
-
-class DeviceArea(NamedTuple):
-    """Weights in device memory, readable from the device `ordinal` of this process."""
-
-    address: int
-    num_bytes: int
-    ordinal: int
-
-
-class CudaIpcHandle(Message, frozen=True):
-    """How to open a buffer of another process. Raises: ValueError for a handle of another size."""
-
-    handle: bytes
-    """64 opaque bytes, good for any number of processes while the exporter lives."""
-    num_bytes: int
-    """The whole allocation, front and back included."""
-    gpu_uuid: str
-    """The GPU that the bytes lie on."""
-    layout_hash: int
-
-    def __post_init__(self) -> None:
-        if len(self.handle) != HANDLE_BYTES:
-            raise ValueError(f"a handle has {HANDLE_BYTES} bytes, this one {len(self.handle)}")
-        if self.num_bytes < 1:
-            raise ValueError(f"a buffer of {self.num_bytes} bytes")
-
-
-_handle_decoder = msgspec.msgpack.Decoder(CudaIpcHandle)
-
-
-def decode_handle(encoded: bytes) -> CudaIpcHandle:
-    """Decode a handle. Raises: RunFault("bad_handle") for anything else."""
-    try:
-        return _handle_decoder.decode(encoded)
-    except msgspec.MsgspecError as error:
-        raise RunFault("bad_handle", f"not the handle of a weight buffer: {error}") from error
 
 
 def device_buffer_bytes(num_weight_bytes: int) -> int:
@@ -126,6 +90,7 @@ class CudaIpcExport:
         self._address: int | None = device.allocate(size)
         try:
             handle = device.export_handle(self._address)
+            device.fill(self._address, 0, size)  # padding is hashed too
             self._mark(_WRITING)
         except RunFault:
             self.close()
@@ -138,15 +103,17 @@ class CudaIpcExport:
         self._mark(_WRITING)
         return self._area()
 
-    def end_write(self, version: int) -> int:
+    def end_write(self, version: int, hash_area: Callable[[DeviceArea], int] | None = None) -> int:
         """Mark the buffer as holding `version`, complete; return the hash of the weight area.
 
         What was begun on the streams is waited for first: a version that is announced is there.
+        `hash_area` hashes it then; unset: `area_hash`.
         """
         if not self._writing:
             raise InvalidTransition(f"end_write({version}) without begin_write")
         self._synchronize()
-        digest = area_hash(self._device, self._area())
+        area = self._area()
+        digest = area_hash(self._device, area) if hash_area is None else hash_area(area)
         self._mark(version)
         self._writing = False
         return digest
@@ -294,6 +261,22 @@ def pull_tensors(
         yield entry.name, tensor
 
 
+def tensors_hash(entries: Sequence[WeightEntry], num_bytes: int, tensors: Sequence[Tensor]) -> int:
+    """Hash tensors as weights.weights_hash hashes the weight area they are laid out in.
+
+    Padding is zero there. Waits for the device, tensor by tensor, on the current stream.
+    """
+    import torch
+
+    digest, end = xxhash.xxh3_64(), 0
+    for entry, tensor in zip(entries, tensors, strict=True):
+        digest.update(bytes(entry.offset - end))
+        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+        end = entry.offset + entry.num_bytes
+    digest.update(bytes(num_bytes - end))
+    return digest.intdigest()
+
+
 # -- the self-test of a pair ---------------------------------------------------------------------
 
 
@@ -302,14 +285,6 @@ class Verdict(NamedTuple):
 
     passed: bool
     reason: str
-
-
-class TransportChoice(NamedTuple):
-    """Which way the weights go."""
-
-    transport: Literal["cuda_ipc", "host"]
-    words: str
-    """Why, for the log."""
 
 
 def pattern(seed: int, start: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -361,39 +336,71 @@ class SelfTestExport:
             self._device.free(address)
 
 
+class SelfTestImport:
+    """The sampler's end of a self-test: the learner's test buffer, mapped until it is closed."""
+
+    def __init__(self, device: CudaDevice, handle: CudaIpcHandle) -> None:
+        """Map it. Raises: RunFault("mig"), CudaError."""
+        _refuse_mig(device.uuid, handle.gpu_uuid)
+        self._device = device
+        self._handle = handle
+        self._source: int | None = device.open_handle(handle.handle)
+        self._target: int | None = None
+        try:
+            self._target = device.allocate(handle.num_bytes)
+        except RunFault:
+            self.close()
+            raise
+
+    def compare(self, seed: int) -> str:
+        """Pull what the learner has written; return what is wrong with it, in words, or "".
+
+        The bytes are pulled by the copy that weights take, into memory that held something else.
+        """
+        if self._source is None or self._target is None:
+            raise InvalidTransition("the self-test is closed")
+        device, num_bytes = self._device, self._handle.num_bytes
+        device.fill(self._target, 0xA5, num_bytes)
+        device.copy(self._target, self._source, num_bytes)
+        device.synchronize()
+        wrong, first = _differences(device, self._target, num_bytes, seed)
+        if not wrong:
+            return ""
+        return (
+            f"peer access from {device.uuid} to {self._handle.gpu_uuid} is broken: of pattern "
+            f"{seed}, {wrong} of {num_bytes} bytes arrived wrong, the first at {first}; often an "
+            "active IOMMU or ACS"
+        )
+
+    def close(self) -> None:
+        """Unmap it, once."""
+        target, self._target = self._target, None
+        if target is not None:
+            self._device.free(target)
+        if self._source is not None:
+            self._source = None
+            self._device.close_handle(self._handle.handle)
+
+
 def self_test(
     device: CudaDevice, handle: CudaIpcHandle, order_write: Callable[[int], None]
 ) -> Verdict:
-    """Test one pair from the sampler's end; maps the learner's test buffer and unmaps it again.
+    """Test one pair from the sampler's end, for a caller that can wait for each pattern.
 
     `order_write(seed)` has the learner's end write a pattern and returns when that is done; it is
-    called only after the mapping was opened. The bytes are pulled by the copy that weights take,
-    into memory that held something else before.
+    called only after the mapping was opened.
 
     Raises: CudaError, RunFault("mig").
     """
-    _refuse_mig(device.uuid, handle.gpu_uuid)
-    address = device.open_handle(handle.handle)
+    end = SelfTestImport(device, handle)
     try:
-        target = device.allocate(handle.num_bytes)
-        try:
-            for seed in PATTERNS:
-                device.fill(target, 0xA5, handle.num_bytes)
-                order_write(seed)
-                device.copy(target, address, handle.num_bytes)
-                device.synchronize()
-                wrong, first = _differences(device, target, handle.num_bytes, seed)
-                if wrong:
-                    reason = (
-                        f"of pattern {seed}, {wrong} of {handle.num_bytes} bytes arrived wrong, "
-                        f"the first at {first}"
-                    )
-                    return Verdict(False, reason)
-        finally:
-            device.free(target)
+        for seed in PATTERN_SEEDS:
+            order_write(seed)
+            if fault := end.compare(seed):
+                return Verdict(False, fault)
     finally:
-        device.close_handle(handle.handle)
-    return Verdict(True, f"{len(PATTERNS)} patterns of {handle.num_bytes} bytes arrived right")
+        end.close()
+    return Verdict(True, f"{len(PATTERN_SEEDS)} patterns of {handle.num_bytes} bytes arrived right")
 
 
 def _differences(device: CudaDevice, address: int, num_bytes: int, seed: int) -> tuple[int, int]:
@@ -409,73 +416,18 @@ def _differences(device: CudaDevice, address: int, num_bytes: int, seed: int) ->
     return wrong, first
 
 
-# -- the choice ----------------------------------------------------------------------------------
+def refusal(fault: RunFault) -> str:
+    """Say in words what CUDA has refused, for a run that goes on another way.
 
-
-def offer_transport(
-    open_device: Callable[[], CudaDevice], num_bytes: int = SELF_TEST_BYTES
-) -> SelfTestExport | TransportChoice:
-    """Make the learner's end of the self-test, or say why there is none: then it is host memory.
-
-    `open_device` returns the process's one CudaDevice; it stays the caller's.
-
-    Raises: RunFault("cuda_context_lost") if the GPU no longer works in this process.
+    Raises: RunFault where another way would not help: "cuda_context_lost" if the GPU no longer
+    works in this process; the fault itself if CUDA did not refuse.
     """
-    try:
-        return SelfTestExport(open_device(), num_bytes)
-    except RunFault as fault:
-        return _host(fault, "the learner cannot export its memory")
-
-
-def choose_transport(
-    open_device: Callable[[], CudaDevice],
-    offer: CudaIpcHandle,
-    order_write: Callable[[int], None],
-) -> TransportChoice:
-    """Choose for one (learner, sampler) pair, at the sampler's end, by testing it.
-
-    `open_device` returns the process's one CudaDevice, on its own GPU; it stays the caller's.
-    `offer` and `order_write` are of the learner's end (offer_transport). Whatever CUDA refuses
-    leads to host memory.
-
-    Raises: RunFault("cuda_context_lost") if the GPU no longer works in this process; what
-    `order_write` raises because the learner has gone.
-    """
-    try:
-        device = open_device()
-        verdict = self_test(device, offer, order_write)
-    except RunFault as fault:
-        return _host(fault, f"no mapping of {offer.gpu_uuid}")
-    if not verdict.passed:
-        words = (
-            f"peer access from {device.uuid} to {offer.gpu_uuid} is broken: {verdict.reason}; "
-            "often an active IOMMU or ACS. Weights go through host shared memory"
-        )
-        return TransportChoice("host", words)
-    words = f"CUDA IPC from {offer.gpu_uuid} to {device.uuid}: {verdict.reason}"
-    return TransportChoice("cuda_ipc", words)
-
-
-def agree(choices: Sequence[TransportChoice]) -> TransportChoice:
-    """Decide for the run: CUDA IPC if every pair has it, else host memory, in the words of the
-    first pair that has not.
-    """
-    for choice in choices:
-        if choice.transport == "host":
-            return choice
-    if not choices:
-        return TransportChoice("host", "no pair was tested: host shared memory")
-    return TransportChoice("cuda_ipc", f"CUDA IPC: all {len(choices)} pairs passed the self-test")
-
-
-def _host(fault: RunFault, what: str) -> TransportChoice:
-    """Fall back. Raises: RunFault where falling back would not help."""
     if fault.name not in _REFUSALS:
         raise fault
     if isinstance(fault, CudaError) and fault.context_is_lost:
         raise RunFault(
             "cuda_context_lost",
-            f"{fault.story}: this process has lost its GPU; restart it with weights through "
-            "host shared memory",
+            f"{fault.story}: this process has lost its GPU; if it does again, set `transport` to "
+            "host",
         ) from fault
-    return TransportChoice("host", f"{what} ({fault}): weights go through host shared memory")
+    return str(fault)

@@ -4,7 +4,7 @@ The buffer is read under a lease and written when no lease is out (core/publishi
 ever sees two versions; the version stands before and after the data all the same, and is checked
 by every reader: a torn read would be a named fault, not silently mixed weights.
 
-Host shared memory here. CUDA IPC (another issue) implements the same two classes.
+Host shared memory here; gpu_weights.py has the same two ends where the weights lie on a GPU.
 
 Layout: 64-byte front (magic, layout hash, version, bytes), the parameters at their manifest
 offsets, 8-byte back (version).
@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import xxhash
@@ -31,10 +31,18 @@ _MAGIC = b"ARLWGHT\0"
 _WRITING = -1
 
 
+class DeviceArea(NamedTuple):
+    """Weights in device memory, readable from the device `ordinal` of this process."""
+
+    address: int
+    num_bytes: int
+    ordinal: int
+
+
 class WeightExport(Protocol):
     """The learner's end."""
 
-    def begin_write(self) -> memoryview:
+    def begin_write(self) -> memoryview | DeviceArea:
         """Mark the buffer as torn and return its weight area, writable."""
         ...
 
@@ -48,13 +56,19 @@ class WeightExport(Protocol):
 
 
 class WeightImport(Protocol):
-    """A sampler's end."""
+    """A sampler's end, for an engine in the sampler's own process."""
 
     def view(self, version: int) -> memoryview:
-        """Return the weight area, read-only, under a lease for `version`.
+        """Return the whole weight area in host memory, read-only, under a lease for `version`.
+
+        It is good until the lease goes back; `check` again when it was copied.
 
         Raises: RunFault("torn_weights") if the buffer does not hold exactly that version.
         """
+        ...
+
+    def check(self, version: int) -> None:
+        """Check that the buffer holds exactly `version`. Raises: RunFault("torn_weights")."""
         ...
 
     def close(self) -> None:
@@ -77,13 +91,30 @@ def buffer_bytes(num_weight_bytes: int) -> int:
     return _FRONT_BYTES + num_weight_bytes + _BACK.size
 
 
+def _free_bytes(folder: Path) -> int:
+    filesystem = os.statvfs(folder)
+    return filesystem.f_bavail * filesystem.f_frsize
+
+
+def _shm_full(folder: Path, size: int, why: str) -> RunFault:
+    return RunFault(
+        "shm_full",
+        f"{folder} has no room for {size} bytes of weights ({why}); give it more "
+        "(docker run --shm-size)",
+    )
+
+
 class SharedMemoryExport:
-    """The learner's end, in host shared memory. Raises: RunFault("shm_full")."""
+    """The learner's end, in host shared memory."""
 
     def __init__(self, path: Path, manifest: WeightsManifest) -> None:
+        """Reserve it, whole and private. Raises: RunFault("shm_full")."""
         self._path = path
         self._manifest = manifest
         size = buffer_bytes(manifest.num_bytes)
+        free = _free_bytes(path.parent)
+        if free < size:
+            raise _shm_full(path.parent, size, f"{free} are free")
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -91,11 +122,7 @@ class SharedMemoryExport:
             self._memory = mmap.mmap(descriptor, size)
         except OSError as error:
             path.unlink()
-            raise RunFault(
-                "shm_full",
-                f"{path.parent} has no room for {size} bytes of weights ({error}); give it more "
-                "(docker run --shm-size)",
-            ) from error
+            raise _shm_full(path.parent, size, str(error)) from error
         finally:
             os.close(descriptor)
         self._mark(_WRITING)
@@ -111,6 +138,10 @@ class SharedMemoryExport:
             digest = weights_hash(area)
         self._mark(version)
         return digest
+
+    def memory(self) -> memoryview:
+        """The whole buffer, to be pinned; it stays mapped as long as the process lives."""
+        return memoryview(self._memory)
 
     def close(self) -> None:
         """Remove the buffer; readers that have it mapped keep it until they unmap it."""
@@ -142,6 +173,11 @@ class SharedMemoryImport:
 
     def view(self, version: int) -> memoryview:
         """Return the weight area, read-only, under a lease for `version`."""
+        self.check(version)
+        return memoryview(self._memory)[_FRONT_BYTES : _FRONT_BYTES + self._manifest.num_bytes]
+
+    def check(self, version: int) -> None:
+        """Check that the buffer holds exactly `version`. Raises: RunFault("torn_weights")."""
         manifest = self._manifest
         magic, layout, front, num_bytes = _FRONT.unpack_from(self._memory, 0)
         (back,) = _BACK.unpack_from(self._memory, _FRONT_BYTES + manifest.num_bytes)
@@ -149,7 +185,10 @@ class SharedMemoryImport:
             raise RunFault("weights_mismatch", "the buffer is not the one of the manifest")
         if front != version or back != version:
             raise RunFault("torn_weights", f"leased version {version}, found {front} and {back}")
-        return memoryview(self._memory)[_FRONT_BYTES : _FRONT_BYTES + manifest.num_bytes]
+
+    def memory(self) -> memoryview:
+        """The whole buffer, to be pinned: released and unpinned before `close`."""
+        return memoryview(self._memory)
 
     def close(self) -> None:
         """Unmap the buffer."""

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl_node.core.probe import Probe
 from asyncrl_node.core.publishing import (
     AtFault,
     BufferFree,
@@ -34,8 +35,10 @@ from asyncrl_node.messages import (
     LeaseGranted,
     LoadStarted,
     Release,
+    TransportOffer,
     WeightNotice,
     WeightRequest,
+    WeightsAccepted,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
@@ -43,18 +46,30 @@ from asyncrl_node.messages import (
 )
 
 MANIFEST = WeightsManifest(0, (), 0)
+HOST = TransportOffer(("host",))
 OVERDUE_S = 10.0
+
+
+PROBE = Probe((5, 6, 7), 0.01)
 
 
 def hash_of(version: int) -> int:
     return 1000 + version
 
 
+def canary_of(version: int) -> tuple[float, ...]:
+    return (-1.0 - version, -2.0 - version)
+
+
+def accepted(sampler: int, version: int) -> ToSampler:
+    return ToSampler(sampler, WeightsAccepted(version))
+
+
 class Learner:
     """A PublishingCore with a clock; `do` returns the instructions of one event."""
 
-    def __init__(self) -> None:
-        self.core = PublishingCore(MANIFEST, OVERDUE_S)
+    def __init__(self, probe: Probe | None = None) -> None:
+        self.core = PublishingCore(MANIFEST, OVERDUE_S, probe)
         self.now_s = 0.0
 
     def do(self, event: PublishingEvent) -> list[PublishingInstruction]:
@@ -62,13 +77,21 @@ class Learner:
 
     def publish(self, version: int) -> None:
         assert self.do(RequestWrite()) == [BufferFree()]
-        self.do(WriteDone(version, hash_of(version)))
+        self.do(WriteDone(version, hash_of(version), canary_of(version)))
 
     def lease(self, sampler: int, incarnation: int = 0) -> None:
         """Have a lease granted."""
         version = self.core.published
-        granted = [ToSampler(sampler, LeaseGranted(version, hash_of(version)))]
+        canary = self.core.probe.tokens if self.core.probe else ()
+        granted = [ToSampler(sampler, LeaseGranted(version, hash_of(version), canary))]
         assert self.do(Lease(sampler, incarnation)) == granted
+
+    def load(self, version: int, answer: tuple[float, ...]) -> list[PublishingInstruction]:
+        """Have sampler 0 load a version and answer the canary so."""
+        self.publish(version)
+        self.lease(0)
+        self.do(Release(0, 0, version))
+        return self.do(WeightsLoaded(0, 0, version, hash_of(version), answer))
 
     def wait(self, seconds: float) -> list[PublishingInstruction]:
         self.now_s += seconds
@@ -90,10 +113,11 @@ def learner() -> Learner:
 
 def test_a_hello_is_answered_with_the_manifest_and_what_is_public() -> None:
     learner = Learner()
-    assert learner.do(WeightsHello(0, 0)) == [ToSampler(0, MANIFEST)]
+    assert learner.do(WeightsHello(0, 0)) == [ToSampler(0, MANIFEST), ToSampler(0, HOST)]
     learner.publish(3)
     available = ToSampler(1, WeightsAvailable(3))
-    assert learner.do(WeightsHello(1, 0)) == [ToSampler(1, MANIFEST), available]
+    answers = [ToSampler(1, MANIFEST), ToSampler(1, HOST), available]
+    assert learner.do(WeightsHello(1, 0)) == answers
 
 
 def test_a_publication_is_announced_to_everybody(learner: Learner) -> None:
@@ -130,7 +154,7 @@ def test_the_buffer_is_free_when_the_last_lease_is_back(learner: Learner) -> Non
     learner.lease(1)
     assert learner.do(RequestWrite()) == []
     assert learner.do(Release(0, 0, 3)) == []
-    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == []
+    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == [accepted(0, 3)]
     assert learner.do(Release(1, 0, 3)) == [BufferFree()]
 
 
@@ -158,8 +182,9 @@ def test_writing_without_the_buffer_is_our_own_bug(learner: Learner) -> None:
 def test_an_acknowledgement_is_noted(learner: Learner) -> None:
     learner.lease(0)
     learner.do(Release(0, 0, 3))
-    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == []
+    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == [accepted(0, 3)]
     assert learner.core.acknowledged == {0: 3, 1: -1}
+    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == [], "one answer to a load"
 
 
 def test_an_acknowledgement_may_come_after_the_next_publication(learner: Learner) -> None:
@@ -167,7 +192,7 @@ def test_an_acknowledgement_may_come_after_the_next_publication(learner: Learner
     learner.do(Release(0, 0, 3))
     for version in (4, 5, 6):
         learner.publish(version)
-    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == []
+    assert learner.do(WeightsLoaded(0, 0, 3, hash_of(3))) == [accepted(0, 3)]
     assert learner.core.acknowledged[0] == 3
 
 
@@ -186,6 +211,56 @@ def test_an_acknowledgement_of_something_else_is_ignored(learner: Learner) -> No
     learner.lease(0)
     assert learner.do(WeightsLoaded(0, 0, 2, 1)) == []
     assert learner.core.acknowledged[0] == -1
+
+
+def stale_story(instructions: list[PublishingInstruction]) -> str:
+    (fault,) = instructions
+    assert isinstance(fault, AtFault)
+    assert fault[:3] == (0, 0, "stale_weights")
+    assert "learner.probe_limit" in fault.story
+    return fault.story
+
+
+@pytest.fixture
+def probing() -> Learner:
+    """Version 3 is public and sampler 0 has loaded it, with a canary."""
+    learner = Learner(PROBE)
+    learner.do(WeightsHello(0, 0))
+    assert learner.load(3, canary_of(3)) == [accepted(0, 3)]
+    return learner
+
+
+def test_weights_that_never_arrived_are_a_named_fault(probing: Learner) -> None:
+    """Case 16: the bytes are right, the hash agrees, the answers are those of old weights."""
+    story = stale_story(probing.load(4, canary_of(3)))
+    assert "sampler 0 has the bytes of version 4" in story
+    assert "by 1.00e+00 at most" in story
+    assert "they are those of version 3" in story
+    assert probing.core.acknowledged == {}, "never acknowledged: nothing of it is taken"
+    assert probing.do(WeightsLoaded(0, 0, 4, hash_of(4), canary_of(4))) == []
+
+
+def test_a_canary_that_does_not_move_is_a_named_fault_however_wide_the_limit() -> None:
+    learner = Learner(PROBE._replace(limit=100.0))
+    learner.do(WeightsHello(0, 0))
+    learner.load(3, (-1.0, -2.0))
+    assert "bit for bit" in stale_story(learner.load(4, (-1.0, -2.0)))
+
+
+def test_a_new_process_is_compared_with_itself_only(probing: Learner) -> None:
+    probing.do(WeightsHello(0, 1))
+    probing.lease(0, 1)
+    probing.do(Release(0, 1, 3))
+    loaded = WeightsLoaded(0, 1, 3, hash_of(3), canary_of(3))
+    assert probing.do(loaded) == [accepted(0, 3)], "the same version, by another process"
+
+
+def test_a_wrong_hash_is_named_before_the_canary(probing: Learner) -> None:
+    probing.publish(4)
+    probing.lease(0)
+    (fault,) = probing.do(WeightsLoaded(0, 0, 4, 1, canary_of(3)))
+    assert isinstance(fault, AtFault)
+    assert fault.name == "wrong_weights"
 
 
 # -- overdue -------------------------------------------------------------------------------------
@@ -256,6 +331,7 @@ def test_a_restarted_sampler_drops_its_lease_with_its_hello(learner: Learner) ->
     assert learner.do(RequestWrite()) == []
     assert learner.do(WeightsHello(0, 1)) == [
         ToSampler(0, MANIFEST),
+        ToSampler(0, HOST),
         ToSampler(0, WeightsAvailable(3)),
         BufferFree(),
     ]
@@ -327,7 +403,7 @@ class WeightHistories(RuleBasedStateMachine):
     @initialize(drain=st.booleans(), version=st.integers(0, 3))
     def begin(self, drain: bool, version: int) -> None:
         self.drain = drain
-        self.learner = PublishingCore(MANIFEST, OVERDUE_S)
+        self.learner = PublishingCore(MANIFEST, OVERDUE_S, PROBE)
         self.now_s = 0.0
         self.next_version = version
         self.buffer: int | None = None
@@ -366,6 +442,9 @@ class WeightHistories(RuleBasedStateMachine):
 
     def _notify(self, number: int, message: WeightNotice) -> None:
         sampler = self.samplers[number]
+        if isinstance(message, WeightsAccepted):
+            assert not self.spoiled
+            assert self.learner.acknowledged[number] == message.version
         if isinstance(message, LeaseGranted):
             assert not self.wanted, "granted although a write is wanted"
             assert message.version == self.buffer == self.learner.published
@@ -386,7 +465,7 @@ class WeightHistories(RuleBasedStateMachine):
         if fault.name == "weights_overdue":
             assert self.now_s - since_s > OVERDUE_S
         else:
-            assert fault.name == "wrong_weights"
+            assert fault.name in ("wrong_weights", "stale_weights")
             assert self.spoiled
         if self.samplers[fault.sampler].incarnation == fault.incarnation:
             self._boot(fault.sampler, fault.incarnation + 1)
@@ -411,6 +490,7 @@ class WeightHistories(RuleBasedStateMachine):
         message = self.from_samplers[line].popleft()
         self.spoiled = isinstance(message, WeightsLoaded) and (
             message.weights_hash != hash_of(message.version)
+            or message.canary_logprobs != canary_of(message.version)
         )
         for _ in range(copies):
             self._note(message)
@@ -477,12 +557,15 @@ class WeightHistories(RuleBasedStateMachine):
     @rule(data=st.data(), spoil=st.integers(0, 9))
     def acknowledge(self, data: st.DataObject, spoil: int) -> None:
         ready = sorted(n for n, s in self.samplers.items() if s.hashing is not None)
-        self._acknowledge(self.samplers[data.draw(st.sampled_from(ready))], spoil == 0)
+        self._acknowledge(self.samplers[data.draw(st.sampled_from(ready))], spoil)
 
-    def _acknowledge(self, sampler: Sampler, spoil: bool) -> None:
+    def _acknowledge(self, sampler: Sampler, spoil: int = 9) -> None:
+        """Answer; 0: with a wrong hash, 1: as older weights would."""
         version, sampler.hashing = sampler.hashing, None
         assert version is not None
-        self._sample(sampler, LoadDone(version, -1 if spoil else hash_of(version)))
+        digest = -1 if spoil == 0 else hash_of(version)
+        canary = canary_of(version - 1 if spoil == 1 else version)
+        self._sample(sampler, LoadDone(version, digest, canary))
 
     # -- the writer, the clock, crashes
 
@@ -497,7 +580,7 @@ class WeightHistories(RuleBasedStateMachine):
     def write(self) -> None:
         self.buffer, self.wanted, self.writing = self.next_version, False, False
         self.next_version += 1
-        self._learn(WriteDone(self.buffer, hash_of(self.buffer)))
+        self._learn(WriteDone(self.buffer, hash_of(self.buffer), canary_of(self.buffer)))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
     def wait(self, seconds: float) -> None:
@@ -531,6 +614,7 @@ class WeightHistories(RuleBasedStateMachine):
         assert not self.wanted
         published = self.learner.published
         assert self.learner.acknowledged == dict.fromkeys(range(3), published)
+        assert all(s.core._accepted == published for s in self.samplers.values())
         assert all(s.core.policy_version == published for s in self.samplers.values())
 
     def _progress(self) -> bool:
@@ -544,7 +628,7 @@ class WeightHistories(RuleBasedStateMachine):
             elif sampler.copying is not None:
                 self._copy(sampler)
             elif sampler.hashing is not None:
-                self._acknowledge(sampler, False)
+                self._acknowledge(sampler)
             else:
                 continue
             return True

@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl_node.core.order import rollout_seed
 from asyncrl_node.core.sampling import (
     AbandonGroup,
+    AskForWork,
     CopyDone,
     EndProcess,
     FirstToken,
     LoadDone,
     LoadWeights,
-    OpenWeights,
     RolloutDone,
     RolloutKey,
     RolloutRaised,
@@ -33,6 +33,7 @@ from asyncrl_node.core.sampling import (
     ToScheduler,
     WriteGroup,
 )
+from asyncrl_node.core.transport import OpenWeights
 from asyncrl_node.messages import (
     Admit,
     Cancel,
@@ -46,6 +47,8 @@ from asyncrl_node.messages import (
     LoadStarted,
     Release,
     Stop,
+    TransportOffer,
+    WeightsAccepted,
     WeightsAvailable,
     WeightsHello,
     WeightsLoaded,
@@ -75,6 +78,10 @@ class Shell:
         self.leasing = False
         """True from the Lease to the LoadDone."""
         self._version = -1
+        self.accepted = -1
+        self.sampled: dict[RolloutKey, int] = {}
+        """The newest weights in each rollout that is done."""
+        self.hellos = 0
 
     # -- the test speaks -------------------------------------------------------------------------
 
@@ -89,6 +96,10 @@ class Shell:
                 self.min_version.setdefault(owner, event.min_version)
             case RolloutDone() | RolloutRaised():
                 self.running.pop(event.key, None)
+                if isinstance(event, RolloutDone):
+                    self.sampled[event.key] = event.summary.version_max
+            case WeightsAccepted():
+                self.accepted = max(self.accepted, event.version)
             case LoadDone():
                 self.leasing = False
         instructions = self.core.handle(event)
@@ -113,6 +124,7 @@ class Shell:
         self.handle(LeaseGranted(version, HASH))
         self.handle(CopyDone(version))
         self.handle(LoadDone(version, HASH))
+        self.handle(WeightsAccepted(version))
 
     def finish(self, key: RolloutKey, num_tokens: int = 4) -> None:
         version = self.core.policy_version
@@ -138,6 +150,8 @@ class Shell:
                 self.written.append(instruction)
                 self.ends[instruction.key] += 1
                 assert not self._of(instruction.key), "written while a rollout of it runs"
+                newest = max(self.sampled[key] for key in instruction.rollouts)
+                assert newest <= self.accepted, "written before its weights were accepted"
             case AbandonGroup():
                 self.abandoned.append(instruction.key)
                 for key in self._of(instruction.key):
@@ -146,6 +160,11 @@ class Shell:
                 self.to_scheduler.append(instruction.message)
                 if isinstance(instruction.message, GroupFailed):
                     self.ends[instruction.message.key] += 1
+                if isinstance(instruction.message, EvaluationCompleted):
+                    assert instruction.message.version_max <= self.accepted
+            case AskForWork():
+                self.hellos += 1
+                assert self.accepted >= 0, "asked for work with weights that nobody accepted"
             case ToLearner():
                 self.to_learner.append(instruction.message)
                 if isinstance(instruction.message, Lease):
@@ -518,17 +537,66 @@ def test_the_weight_transaction_in_its_order() -> None:
     shell = Shell()
     assert shell.core.hello() == WeightsHello(3, 1)
     manifest = WeightsManifest(0, (), 0)
-    assert shell.handle(manifest) == [OpenWeights(manifest)]
+    assert shell.handle(manifest) == []
+    assert shell.handle(TransportOffer(("host",))) == [OpenWeights(manifest)]
     assert shell.handle(WeightsAvailable(5)) == [ToLearner(Lease(3, 1))]
     assert shell.core.heartbeat().loading is False
     started = ToLearner(LoadStarted(3, 1, 5))
-    assert shell.handle(LeaseGranted(5, HASH)) == [started, LoadWeights(5)]
+    grant = LeaseGranted(5, HASH, (7, 8, 9))
+    assert shell.handle(grant) == [started, LoadWeights(5, (7, 8, 9))]
     assert shell.core.heartbeat().loading is True
     assert shell.core.policy_version == -1
     assert shell.handle(CopyDone(5)) == [ToLearner(Release(3, 1, 5))]
     assert shell.core.policy_version == 5
-    assert shell.handle(LoadDone(5, 99)) == [ToLearner(WeightsLoaded(3, 1, 5, 99))]
+    loaded = WeightsLoaded(3, 1, 5, 99, (-1.5, -2.0))
+    assert shell.handle(LoadDone(5, 99, (-1.5, -2.0))) == [ToLearner(loaded)]
     assert shell.core.heartbeat().loading is False
+    assert shell.handle(WeightsAccepted(5)) == [AskForWork()]
+    assert shell.handle(WeightsAccepted(5)) == [], "work is asked for once"
+
+
+def test_nothing_leaves_before_its_weights_are_accepted(shell: Shell) -> None:
+    """A sampler whose weights never arrived is killed with all that they sampled."""
+    shell.admit(1)
+    shell.admit(2)
+    shell.evaluate(0)
+    first, second = (shell.keys_of(group) for group in (1, 2))
+    for key in first:
+        shell.finish(key)
+    assert [write.key for write in shell.written] == [GroupKey(1, 0)], "sampled by version 0"
+    shell.handle(WeightsAvailable(1))
+    shell.handle(LeaseGranted(1, HASH))
+    shell.handle(CopyDone(1))
+    shell.finish_all()
+    shell.handle(LoadDone(1, HASH))
+    assert len(shell.written) == 1
+    assert not [m for m in shell.to_scheduler if isinstance(m, EvaluationCompleted)]
+    assert shell.handle(WeightsAccepted(0)) == [], "of the version before"
+    write, evaluated = shell.handle(WeightsAccepted(1))
+    assert isinstance(write, WriteGroup)
+    assert write.rollouts == tuple(second)
+    assert isinstance(evaluated, ToScheduler)
+    assert evaluated.message.version_max == 1
+    assert shell.handle(WeightsAccepted(1)) == []
+
+
+def test_a_held_group_can_be_cancelled_or_replaced(shell: Shell) -> None:
+    shell.handle(WeightsAvailable(1))
+    shell.handle(LeaseGranted(1, HASH))
+    shell.handle(CopyDone(1))
+    for group in (1, 2, 3):
+        shell.admit(group)
+        shell.finish_all()
+    shell.admit(3)
+    assert not shell.running, "this attempt is held already"
+    cancelled, replaced = GroupKey(1, 0), GroupKey(2, 0)
+    assert shell.handle(Cancel(cancelled)) == [AbandonGroup(cancelled)]
+    shell.admit(2, attempt=1)
+    assert shell.abandoned == [cancelled, replaced]
+    shell.finish_all()
+    shell.handle(LoadDone(1, HASH))
+    shell.handle(WeightsAccepted(1))
+    assert [write.key for write in shell.written] == [GroupKey(3, 0), GroupKey(2, 1)]
 
 
 def test_versions_may_be_skipped(shell: Shell) -> None:
@@ -618,6 +686,8 @@ class SamplerHistories(RuleBasedStateMachine):
         )
         self.published = 0
         self.lease: str = "idle"
+        self.unanswered: list[int] = []
+        """Loads that the learner has not accepted yet."""
         self.open: dict[int, int] = {}
         """Present attempt of each admitted group that has no end yet."""
         self.withdrawn: set[GroupKey] = set()
@@ -683,7 +753,14 @@ class SamplerHistories(RuleBasedStateMachine):
             self.shell.handle(CopyDone(self.loading))
         else:
             self.lease = "idle"
+            self.unanswered.append(self.loading)
             self.shell.handle(LoadDone(self.loading, HASH))
+
+    @precondition(lambda self: self.unanswered)
+    @rule()
+    def accept(self) -> None:
+        self.shell.handle(WeightsAccepted(self.unanswered.pop(0)))
+        self.note_ends()
 
     # -- rollouts
 
@@ -732,12 +809,15 @@ class SamplerHistories(RuleBasedStateMachine):
             return
         shell = self.shell
         self.publish()
-        while shell.running or shell.leasing:
+        while shell.running or shell.leasing or self.unanswered:
             if shell.running:
                 shell.finish(next(iter(shell.running)))
             if shell.leasing:
                 self.load()
+            if self.unanswered:
+                self.accept()
         self.note_ends()
+        assert shell.hellos == 1
         assert not self.open, "a group has no end"
         beat = shell.core.heartbeat()
         assert (beat.num_rollouts, beat.num_queued_groups, beat.loading) == (0, 0, False)

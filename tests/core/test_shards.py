@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl_node.core.layout import ALIGNMENT_BYTES, layout_weights
 from asyncrl_node.core.shards import (
     assemble,
+    flat_copies,
     layout_hash_input,
     shard_layout,
     shard_rows,
@@ -93,6 +94,23 @@ def test_assembly_is_bit_equal_and_reads_no_padding(
             assert len(part) == copy.num_bytes
             whole[copy.target : copy.target + copy.num_bytes] = part
         assert whole.tobytes() == tensor.tobytes()
+
+
+@given(shapes=_models, num_ranks=_ranks, sampler=st.integers(0, 9))
+def test_the_ranks_fill_one_weight_area_bit_equal_and_leave_its_padding_alone(
+    shapes: list[tuple[int, ...]], num_ranks: int, sampler: int
+) -> None:
+    specs = [(f"p{i}", "float32", shape, 4 * prod(shape)) for i, shape in enumerate(shapes)]
+    (entries, num_bytes), tensors = layout_weights(specs), make_tensors(shapes)
+    shards = [make_shard(entries, tensors, num_ranks, rank) for rank in range(num_ranks)]
+    area, expected = np.zeros(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    for copy in flat_copies(entries, num_ranks, sampler):
+        part = shards[copy.rank][copy.source : copy.source + copy.num_bytes]
+        area[copy.target : copy.target + copy.num_bytes] = part
+    for entry, tensor in zip(entries, tensors, strict=True):
+        raw = np.frombuffer(tensor.tobytes(), np.uint8)
+        expected[entry.offset : entry.offset + entry.num_bytes] = raw
+    assert area.tobytes() == expected.tobytes()
 
 
 @given(shapes=_models, num_ranks=_ranks, sampler=st.integers(0, 9))

@@ -18,7 +18,12 @@ from asyncrl_node.config import FakeConfig
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.engines import fake_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest
-from asyncrl_node.engines.fake_engine import WEIGHT_NAME, FakeEngine, read_latencies
+from asyncrl_node.engines.fake_engine import (
+    WEIGHT_NAME,
+    FakeEngine,
+    read_latencies,
+    scripted_logprobs,
+)
 from asyncrl_node.errors import ConfigError, RunFault
 
 NUM_BYTES = 64
@@ -261,6 +266,28 @@ def test_other_parameters_are_refused(loop: JumpingLoop) -> None:
         with pytest.raises(RunFault) as caught:
             engine.load_weights(0, entries, memoryview(bytes(num_bytes)))
         assert caught.value.name == "weights_mismatch"
+
+
+def test_scores_are_those_of_the_version(loop: JumpingLoop) -> None:
+    engine = make_engine()
+    for version in (0, 1, 300):
+        load(engine, version)
+        (scores,) = run(loop, engine.score([4, 5, 6]))
+        assert scores == scripted_logprobs(version, [4, 5, 6])
+    assert scripted_logprobs(1, [4, 5, 6]) != scripted_logprobs(2, [4, 5, 6])
+
+
+def test_weights_that_never_arrive_show_in_the_scores_alone(loop: JumpingLoop) -> None:
+    engine = make_engine(stale_after_version=2)
+    for version, computes_with in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        load(engine, version)
+        (scores,) = run(loop, engine.score([4, 5]))
+        assert scores == scripted_logprobs(computes_with, [4, 5])
+        assert bytes(engine.weights_view()) == bytes([version]) * NUM_BYTES
+        assert engine.policy_version == version
+    fresh = make_engine(stale_after_version=2)
+    load(fresh, 7)
+    assert run(loop, fresh.score([4, 5])) == [scripted_logprobs(7, [4, 5])], "its first load"
 
 
 def test_a_slow_load_takes_its_time(loop: JumpingLoop) -> None:

@@ -354,6 +354,27 @@ def test_random_histories(tmp_path, seed):
     rig.check()
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_scores_are_hugging_faces_and_disturb_nothing(tmp_path, kind):
+    rig = Rig(tmp_path, kind)
+    rig.load(0)
+    rig.submit_ragged(9, temperature=0.7)
+    rig.run(max_steps=4)
+    for version in (1, 2):
+        rig.load(version)
+        for length in (2, 17, 48):
+            tokens = [(5 * i + length) % VOCAB for i in range(length)]
+            scores = asyncio.run(rig.engine.score(tokens))
+            with torch.no_grad():
+                logits = rig.models[version](torch.tensor([tokens])).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+            assert (torch.tensor(scores) - expected).abs().max() <= 1e-5
+            rig.engine.validate()
+        rig.run(max_steps=3)
+    rig.run()
+    rig.check()
+
+
 def test_weights_of_another_dtype_are_converted(tmp_path):
     rig = Rig(tmp_path)
     for version in (0, 1):

@@ -26,10 +26,9 @@ import torch
 import transformers
 from torch import nn
 
-from asyncrl_node.engines.base import Completion, GenerateRequest
+from asyncrl_node.engines.base import Completion, GenerateRequest, OwnProcessLoader
 from asyncrl_node.engines.vllm_engine import (
     CPU_INSTALL,
-    SharedMemoryLoader,
     VllmEngine,
     VllmSettings,
     vllm_environment,
@@ -37,6 +36,7 @@ from asyncrl_node.engines.vllm_engine import (
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
+from tests.engines.contract import CHECKS, Check
 
 if importlib.util.find_spec("vllm") is None:
     reason = f"vllm is not installed: {CPU_INSTALL}"
@@ -132,6 +132,13 @@ class Learner:
         self._export.close()
 
     @torch.no_grad()
+    def score(self, version: int, tokens: list[int]) -> torch.Tensor:
+        """Teacher-forced logprobs of tokens[1:]."""
+        whole = torch.tensor([tokens])
+        logprobs = self.models[version](whole).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, whole[0, 1:, None])[:, 0]
+
+    @torch.no_grad()
     def error(self, request: GenerateRequest, completion: Completion) -> float:
         """Compare with the teacher-forced logprobs; return the largest difference."""
         num_new = len(completion.tokens)
@@ -214,6 +221,10 @@ class Rig:
         self.tasks.append(asyncio.ensure_future(self.engine.generate(request, first)))
         return number
 
+    @property
+    def numbers(self) -> list[int]:
+        return [request.request_id for request in self.requests]
+
     def submit_ragged(self, count: int, max_new: int, **fields: Any) -> list[int]:
         dice = random.Random(count)
         lengths = [dice.randint(1, 150) for _ in range(count)]
@@ -275,7 +286,7 @@ def rig(rigs: Callable[[str], Rig]) -> Rig:
 
 def test_generate_waits_for_the_first_weights(any_rig: Rig):
     rig = any_rig
-    assert isinstance(rig.engine, SharedMemoryLoader)
+    assert isinstance(rig.engine, OwnProcessLoader)
     assert rig.engine.policy_version == -1
 
     async def without_weights() -> None:
@@ -289,6 +300,33 @@ def test_generate_waits_for_the_first_weights(any_rig: Rig):
         assert [c.policy_versions for c in (await rig.completions())[1:]] == [[version] * 8] * 2
 
     rig.run(without_weights)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(rig: Rig, check: Check):
+    async def test() -> None:
+        await check(rig.engine, rig.load)
+
+    rig.run(test)
+
+
+def test_scores_are_those_of_the_weights_in_use(any_rig: Rig):
+    """Of a long canary too; while every row is taken, others wait, and an update has just come."""
+    rig = any_rig
+
+    async def test() -> None:
+        rig.submit_ragged(SETTINGS.max_rows + 4, 360)
+        await rig.until_started(rig.numbers[: SETTINGS.max_rows])
+        for length in (2, 32, CONTEXT - 1):
+            tokens = [(17 * i + length) % VOCAB for i in range(length)]
+            version = await rig.load()
+            scores = await rig.engine.score(tokens)
+            assert not any(task.done() for task in rig.tasks), "it waited for a row"
+            expected = rig.learner.score(version, tokens)
+            assert (torch.tensor(scores) - expected).abs().max() <= 1e-5
+        await rig.completions()
+
+    rig.run(test)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

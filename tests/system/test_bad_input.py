@@ -67,6 +67,8 @@ def refused(run_dir: Path, *flags: str) -> re.Match[str]:
         (("--fake.raise-rate", "nan", "--dry-run"), "fake.raise_rate", "in [0, 1]", "nan"),
         (("--samplers", "1025"), "samplers", "must be at most 1024", "1025"),
         (("--gpus", "abc", "--dry-run"), "gpus", "must be a count", "abc"),
+        (("--transport", "cuda_ipc"), "transport", "must be auto or host without GPUs", "cuda_ipc"),
+        (("--transport", "nccl"), "transport", "invalid enum value", "nccl"),
     ],
 )
 def test_one_line_names_key_rule_and_value(

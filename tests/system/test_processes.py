@@ -34,6 +34,38 @@ def test_an_overdue_weight_load_is_a_named_fault(tmp_path: Path) -> None:
     assert "began loading version 0" in done.stderr
 
 
+def test_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -> None:
+    """Case 16: each process computes with its first weights for ever; two steps have a second.
+
+    The tokens of the fake engine are versions: none of a stale update is trained.
+    """
+    run_dir = tmp_path / "run"
+    done = launch(
+        run_dir,
+        *("--engine", "fake", "--eval-problems", "0", "--steps", "6", "--groups-per-batch", "4"),
+        *("--fake.stale-after-version", "4"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
+    warned = [line for line in done.stdout.splitlines() if "stale_weights" in line]
+    assert warned[0].startswith("warning: sampler 0 restarts, stale_weights: sampler 0 has the")
+    assert "they are those of version 4" in warned[0]
+    judged = judge(run_dir)
+    assert len(judged.trained) == 6 * 4
+
+
+def test_weights_that_never_arrive_again_and_again_end_the_run_by_name(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = launch(
+        run_dir,
+        *("--engine", "fake", "--eval-problems", "0", "--steps", "40", "--groups-per-batch", "4"),
+        *("--fake.stale-after-version", "0"),
+    )
+    assert done.returncode == 3, done.stdout + logs(run_dir)
+    ended = "stopped: crash_loop: sampler 0 ended 4 times in 10 minutes, the last time by "
+    assert f"{ended}stale_weights" in done.stderr
+    assert "learner.probe_limit" in done.stderr
+
+
 def test_a_slow_rollout_is_never_at_fault(tmp_path: Path) -> None:
     """Rollouts ten times longer than the weight deadline, with weights swapped inside them."""
     run_dir = tmp_path / "run"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ MAP_FAILED = 205
 ALREADY_MAPPED = 208
 INVALID_HANDLE = 400
 ILLEGAL_ADDRESS = 700
+ALREADY_REGISTERED = 712
+NOT_REGISTERED = 713
 NAMES = {
     INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
     OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY",
@@ -43,6 +46,8 @@ NAMES = {
     ALREADY_MAPPED: b"CUDA_ERROR_ALREADY_MAPPED",
     INVALID_HANDLE: b"CUDA_ERROR_INVALID_HANDLE",
     ILLEGAL_ADDRESS: b"CUDA_ERROR_ILLEGAL_ADDRESS",
+    ALREADY_REGISTERED: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+    NOT_REGISTERED: b"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
 }
 
 
@@ -69,6 +74,8 @@ class Faults:
     """Copies from another GPU: an active IOMMU."""
     fail: dict[str, int] = field(default_factory=dict)
     """Result by call, instead of doing it."""
+    num_pinnable_bytes: int = 1 << 40
+    """What one process may lock in memory."""
 
 
 @dataclass(eq=False)
@@ -137,6 +144,8 @@ class FakeMachine:
         assert not left, f"{len(left)} allocations leak"
         mappings = [mapping for p in self.processes for mapping in p.mappings.values()]
         assert not mappings, f"{len(mappings)} mappings leak"
+        pinned = [address for p in self.processes for address in p.registered]
+        assert not pinned, f"{len(pinned)} pieces of pinned memory leak"
         contexts = [c for p in self.processes for c in p.contexts.values() if c.references]
         assert not contexts, f"{len(contexts)} contexts leak"
 
@@ -172,6 +181,8 @@ class FakeLibrary:
         """By GPU."""
         self.mappings: dict[int, Mapping] = {}
         """By first address; allocations of this process too."""
+        self.registered: dict[int, int] = {}
+        """Bytes of pinned host memory, by first address."""
         self._current: dict[int, Context] = {}
         """By thread."""
 
@@ -181,6 +192,7 @@ class FakeLibrary:
             if not mapping.is_peer:
                 mapping.allocation.freed = True
         self.mappings.clear()
+        self.registered.clear()
         self.contexts.clear()
         self._current.clear()
         self.initialised = False
@@ -308,6 +320,31 @@ class FakeLibrary:
         self._context().pending.append(copy)
 
     @_call
+    def cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int) -> None:
+        self._context()
+        if not flags & 1:
+            self._forbidden(INVALID_VALUE, f"registered memory of one context alone: {flags}")
+        if address % mmap.PAGESIZE or num_bytes < 1:
+            self._forbidden(INVALID_VALUE, f"registered {num_bytes} bytes at {address:#x}")
+        for start, size in self.registered.items():
+            if start < address + num_bytes and address < start + size:
+                self._forbidden(ALREADY_REGISTERED, "registered memory twice")
+        access = access_of(address, num_bytes)
+        if "r" not in access or ("w" not in access and not flags & 8):
+            self._forbidden(INVALID_VALUE, f"registered memory mapped {access or 'nowhere'}")
+        if sum(self.registered.values()) + num_bytes > self.machine.faults.num_pinnable_bytes:
+            raise FakeCudaError(OUT_OF_MEMORY)
+        self.registered[address] = num_bytes
+
+    @_call
+    def cuMemHostUnregister(self, address: int) -> None:
+        self._context()
+        if address not in self.registered:
+            self._forbidden(NOT_REGISTERED, f"unregistered {address:#x}, which is not registered")
+        if not access_of(address, self.registered.pop(address)):
+            self._forbidden(INVALID_VALUE, "unregistered memory that was unmapped before")
+
+    @_call
     def cuIpcGetMemHandle(self, out: Any, address: int) -> None:
         mapping = self._mapping_at(address, "exported")
         if mapping.is_peer:
@@ -384,3 +421,17 @@ class FakeLibrary:
             allocation.memory[start : start + len(data)] = data
 
         self._context().pending.append(write)
+
+
+def access_of(address: int, num_bytes: int) -> str:
+    """Return how this process has a range of memory mapped ("rw-s"); empty if not all of it is."""
+    end = address + num_bytes
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            area, access, _ = line.split(maxsplit=2)
+            first, last = (int(number, 16) for number in area.split("-"))
+            if first <= address < last:
+                if end <= last:
+                    return access
+                address = last
+    return ""

@@ -1,0 +1,82 @@
+"""The canary: who is near, who has moved, and what is said of one that is not."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_node.core.probe import CANARY_TOKENS, Answer, Probe, canary_tokens, find_stale
+
+PROBE = Probe((9, 5, 6, 7), 0.01)
+BEFORE = Answer(3, (-1.0, -2.0, -3.0), (-1.001, -2.001, -3.001))
+
+
+def answer(*gaps: float, moved: float = -1.0) -> Answer:
+    learner = tuple(score + moved for score in BEFORE.learner)
+    return Answer(4, learner, tuple(s + gap for s, gap in zip(learner, gaps, strict=True)))
+
+
+@given(vocab_size=st.integers(1, 300_000), max_tokens=st.integers(-1, 100))
+def test_the_canary_is_of_the_vocabulary_and_fits(vocab_size: int, max_tokens: int) -> None:
+    tokens = canary_tokens(vocab_size, max_tokens)
+    assert len(tokens) == (min(CANARY_TOKENS, max_tokens) if max_tokens >= 2 else 0)
+    assert all(0 <= token < vocab_size for token in tokens)
+    assert tokens == canary_tokens(vocab_size, max_tokens)
+
+
+@pytest.mark.parametrize("vocab_size", [128, 32_000, 151_936])
+def test_the_canary_spreads_over_the_vocabulary(vocab_size: int) -> None:
+    tokens = sorted(canary_tokens(vocab_size, 100))
+    gaps = [b - a for a, b in zip([0, *tokens], [*tokens, vocab_size], strict=True)]
+    assert len(set(tokens)) == CANARY_TOKENS
+    assert max(gaps) <= 4 * vocab_size / CANARY_TOKENS
+
+
+def test_rounding_is_near() -> None:
+    assert find_stale(PROBE, answer(0.0099, -0.005, 0.0), BEFORE) is None
+    assert find_stale(PROBE, answer(0.0, 0.0, 0.0), None) is None
+
+
+def test_the_worst_token_is_named() -> None:
+    story = find_stale(PROBE, answer(0.001, -0.5, 0.0), BEFORE)
+    assert story == (
+        "its scores of the canary differ from the learner's by 5.00e-01 at most and 1.67e-01 on "
+        "average, where the limit is 0.01; worst: token 6 at place 2: sampler -3.500000, learner "
+        "-3.000000"
+    )
+
+
+def test_answers_of_the_version_before_are_recognised() -> None:
+    stale = Answer(4, tuple(score - 1.0 for score in BEFORE.learner), BEFORE.sampler)
+    story = find_stale(PROBE, stale, BEFORE)
+    assert story is not None
+    assert story.endswith("; they are those of version 3")
+    assert "those of version" not in str(find_stale(PROBE, stale, None))
+
+
+@pytest.mark.parametrize("broken", [nan, inf, -inf])
+def test_what_is_no_number_is_never_near(broken: float) -> None:
+    assert find_stale(PROBE._replace(limit=1e9), answer(0.0, broken, 0.0), BEFORE) is not None
+
+
+@pytest.mark.parametrize("scores", [(), (-1.0,), (-1.0,) * 4])
+def test_a_canary_that_was_not_scored_is_not_near(scores: tuple[float, ...]) -> None:
+    story = find_stale(PROBE, Answer(4, BEFORE.learner, scores), BEFORE)
+    assert story == f"it scored {len(scores)} tokens of the canary instead of 3"
+
+
+def test_a_canary_must_move_if_most_of_the_learners_has() -> None:
+    """Within the limit, so that only this rule can see it."""
+    wide = PROBE._replace(limit=10.0)
+    stale = Answer(4, (-1.1, -2.1, -3.0), BEFORE.sampler)
+    story = find_stale(wide, stale, BEFORE)
+    assert story is not None
+    assert "bit for bit those it gave under version 3, while 2 of the learner's 3" in story
+    assert find_stale(wide, stale, None) is None, "its first load"
+    one = Answer(4, (-1.1, -2.0, -3.0), BEFORE.sampler)
+    assert find_stale(wide, one, BEFORE) is None, "rounding may hide a move of few tokens"
+    moved = Answer(4, stale.learner, (-1.001, -2.001, -3.0010000001))
+    assert find_stale(wide, moved, BEFORE) is None
