@@ -17,9 +17,10 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 
+FlatHandle = dict[str, str | bytes]
+"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -36,10 +36,10 @@ from asyncrl_node.engines.base import (
     Completion,
     Engine,
     FinishReason,
+    FlatHandle,
     GenerateRequest,
     OwnProcessLoader,
 )
-from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightsManifest
