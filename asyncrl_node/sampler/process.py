@@ -199,9 +199,11 @@ class SamplerProcess:
     def _copy(self, version: int) -> None:
         assert self._weights is not None
         assert self._manifest is not None
+        began_s = time.monotonic()
         view = self._weights.view(version)
         self._engine.load_weights(version, self._manifest.entries, view)
         self._weights.view(version)  # the version stands before and after: not torn
+        log.info("version %d: stood still for %.6f s", version, time.monotonic() - began_s)
         self._handle(CopyDone(version))
 
     async def _hash(self, version: int) -> None:
