@@ -41,6 +41,7 @@ from asyncrl_node.core.publishing import (
 from asyncrl_node.engines.torch_model import ModelConfig, parameter_shapes
 from asyncrl_node.engines.vllm_engine import vllm_environment
 from asyncrl_node.learner.courier import Courier
+from asyncrl_node.learner.process import copies_at_once
 from asyncrl_node.messages import (
     Admit,
     GroupCompleted,
@@ -109,11 +110,22 @@ class Update(NamedTuple):
     """The learner read that the version is in use there, and had compared its hash."""
 
 
+class Sampled(NamedTuple):
+    """Groups that were admitted together."""
+
+    num_tokens: int
+    """Sampled, over all rollouts."""
+    ended_s: float
+    """When the message of the last one was read, on this machine's monotonic clock."""
+    rollouts: list[list[int]]
+    """Whole tokens, prompt first; groups in the order of admission."""
+
+
 class TimedCore(PublishingCore):
     """The learner's real decisions; notes when each message of a transaction was dealt with."""
 
-    def __init__(self, manifest: WeightsManifest, overdue_s: float) -> None:
-        super().__init__(manifest, overdue_s)
+    def __init__(self, manifest: WeightsManifest, config: Config) -> None:
+        super().__init__(manifest, config.weights_overdue_s, copies_at_once(config))
         self.seen: queue.SimpleQueue[tuple[PublishingEvent | AtFault, float]] = queue.SimpleQueue()
 
     def handle(self, event: PublishingEvent, now_s: float) -> list[PublishingInstruction]:
@@ -184,7 +196,7 @@ class SamplerRig:
             {"sampler": SamplerMessage, "learner": LearnerMessage},
         )
         self._export = SharedMemoryExport(self.buffer_path, manifest)
-        self._core = TimedCore(manifest, config.weights_overdue_s)
+        self._core = TimedCore(manifest, config)
         self._courier = Courier(self._core, sockets)
         self._version = -1
         self._num_groups = 0
@@ -325,11 +337,8 @@ class SamplerRig:
             self._router.send(peer, Admit(key, problem, 0, 0, self._config.seed + problem))
         return keys
 
-    def collect(self, keys: dict[GroupKey, int]) -> tuple[int, list[list[int]]]:
-        """Wait for groups; return the sampled tokens, and each rollout's whole tokens, by group.
-
-        Raises: RuntimeError for a group that failed.
-        """
+    def collect(self, keys: dict[GroupKey, int]) -> Sampled:
+        """Wait for groups. Raises: RuntimeError for one that failed."""
         done: dict[GroupKey, GroupCompleted] = {}
         while len(done) < len(keys):
             message = self._early.pop() if self._early else self._receive(_ANSWER_WITHIN_S)
@@ -337,6 +346,7 @@ class SamplerRig:
                 raise RuntimeError(f"{message.key} failed: {message.reason}")
             if isinstance(message, GroupCompleted):
                 done[message.key] = message
+        ended_s = time.monotonic()
         rollouts: list[list[int]] = []
         for key in keys:
             group = self._slots.read_group(key, done[key].num_bytes, done[key].checksum)
@@ -344,7 +354,7 @@ class SamplerRig:
             for start, end in pairwise(starts):
                 rollouts.append(group.tokens[start:end].tolist())
             self._slots.release(key)
-        return sum(message.num_tokens for message in done.values()), rollouts
+        return Sampled(sum(message.num_tokens for message in done.values()), ended_s, rollouts)
 
     def is_answered(self) -> bool:
         """Say whether a group is completed already; drops what came before that is not one."""

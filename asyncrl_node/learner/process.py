@@ -68,6 +68,14 @@ def make_trainer(config: Config) -> Trainer:
     )
 
 
+def copies_at_once(config: Config) -> int | None:
+    """Say how many samplers may copy the weights at the same time; None: all of them.
+
+    On a CPU, half as many as there are cores: two at once on two cores took twice as long.
+    """
+    return None if config.gpus else max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 class LearnerProcess:
     """The shell around the trainer and the publishing core."""
 
@@ -79,7 +87,7 @@ class LearnerProcess:
         entries, num_bytes = self._trainer.manifest()
         manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
         self._export = SharedMemoryExport(weights_path(runtime), manifest)
-        core = PublishingCore(manifest, config.weights_overdue_s)
+        core = PublishingCore(manifest, config.weights_overdue_s, copies_at_once(config))
         self._courier = Courier(core, Path(runtime.sockets_dir))
         self._slots = slot_folder(runtime)
         self._task = task_of(config)

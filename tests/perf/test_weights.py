@@ -57,7 +57,7 @@ def test_the_rig_samples_what_it_is_told_to_and_leaves_nothing(tmp_path: Path) -
     config = config_of(tmp_path, "torch", 1, Options(1, False, num_new=5))
     with SamplerRig(config, *read_flat(tmp_path / "model", TINY)) as rig:
         rig.start()
-        num_tokens, rollouts = rig.collect(rig.admit([3, 8]))
+        num_tokens, _, rollouts = rig.collect(rig.admit([3, 8]))
     assert num_tokens == 2 * GROUP_SIZE * 5
     task = RandomPrompts(config.seed, tmp_path / "model")
     prompts = [task.prompt(problem) for problem in (3, 8) for _ in range(GROUP_SIZE)]
