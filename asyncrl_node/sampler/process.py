@@ -227,9 +227,11 @@ class SamplerProcess:
 
     def _copy(self, engine: InProcessLoader, version: int) -> None:
         assert self._manifest is not None
+        began_s = time.monotonic()
         view = self._weights.source.view(version)
         engine.load_weights(version, self._manifest.entries, view)
         self._weights.source.check(version)  # the version stands before and after: not torn
+        log.info("version %d: stood still for %.6f s", version, time.monotonic() - began_s)
         self._handle(CopyDone(version))
 
     async def _hash(self, engine: InProcessLoader) -> int:
