@@ -1,8 +1,9 @@
 """The same tensors through TRL's GRPOTrainer._compute_loss and RLOOTrainer's advantages: numbers.
 
 TRL is not a dependency. Without it these tests are skipped, unless ASYNCRL_REQUIRE_TRL=1 is set:
-then its absence is a failure. Only the loss function of TRL runs, on a stand-in for its trainer
-that answers log-probabilities; no model, no generation.
+then its absence is a failure. Of TRL's loss only the function runs, on a stand-in for its trainer
+that answers log-probabilities. Its advantages are part of sampling, so there its real trainers
+sample a few tokens of the demo's model and are given scripted rewards.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import os
 import warnings
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
+from statistics import pstdev, stdev
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import asyncrl_node
+from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.learner.losses.aggregation import token_weights
 from asyncrl_node.learner.losses.base import LossSettings
 from asyncrl_node.learner.losses.registry import LOSSES
@@ -224,3 +229,60 @@ def test_entropy_bonus(compute_loss, case):
             entropy_coef=0.05,
         ),
     )
+
+
+# -- advantages ----------------------------------------------------------------------------------
+
+GROUPS = [[1.0, 0.0, 0.0, 3.0], [0.5, 0.5, 0.5, 0.5], [-2.0, 0.25, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+MODEL = Path(asyncrl_node.__file__).parent / "tasks" / "sort_digits_warm"
+
+
+def trl_advantages(folder, trainer_name, **settings):
+    """Let a TRL trainer sample 4 completions for each of 4 prompts and reward them as scripted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl
+        from datasets import Dataset
+
+        prompts = [{"prompt": "5391>"}] * 16
+        config = getattr(trl, trainer_name.replace("Trainer", "Config"))(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=16,
+            num_generations=4,
+            max_completion_length=2,
+            report_to=[],
+            **settings,
+        )
+        made = getattr(trl, trainer_name)(
+            model=str(MODEL),
+            reward_funcs=lambda completions, **_: [r for group in GROUPS for r in group],
+            args=config,
+            train_dataset=Dataset.from_list(prompts),
+        )
+        made.model.train()
+        sampled = made._generate_and_score_completions(prompts)
+    return sampled["advantages"].reshape(4, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer_name", "settings"),
+    [
+        ("mean", "GRPOTrainer", {"scale_rewards": "none"}),
+        ("leave_one_out", "RLOOTrainer", {}),
+    ],
+)
+def test_advantages(tmp_path, kind, trainer_name, settings):
+    expected = trl_advantages(tmp_path, trainer_name, **settings)
+    for rewards, advantages in zip(GROUPS, expected, strict=True):
+        assert group_advantages(rewards, kind) == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+
+
+def test_mean_std_but_for_the_divisor_of_the_variance(tmp_path):
+    """They divide the variance by R - 1, we by R."""
+    expected = trl_advantages(tmp_path, "GRPOTrainer", scale_rewards="group")
+    for rewards, advantages in zip(GROUPS, expected, strict=True):
+        factor = (stdev(rewards) + 1e-4) / (pstdev(rewards) + 1e-4)
+        rescaled = [advantage * factor for advantage in advantages]
+        assert group_advantages(rewards, "mean_std") == pytest.approx(rescaled, rel=1e-5, abs=1e-6)
