@@ -86,17 +86,31 @@ def test_gradcheck_away_from_the_kinks(name, dual_clip):
 
 
 @ALL
-def test_tokens_without_gradient_are_counted(name):
-    """num_clipped is exactly the tokens with a signal that do not move, or whose weight was cut."""
-    case = random_case([2] * 35, 5, settings=LossSettings(weight_correction="none"))
+@pytest.mark.parametrize("dual_clip", [None, 1.3])
+@pytest.mark.parametrize("correction", ["none", "mask"])
+def test_tokens_without_gradient_are_counted(name, dual_clip, correction):
+    """num_clipped is exactly the tokens with a signal that do not move; for cispo, those cut."""
+    chosen = LossSettings(
+        dual_clip=dual_clip, weight_correction=correction, weight_low=0.9, weight_high=1.1
+    )
+    case = random_case([2] * 35, 5, settings=chosen)
     case.advantages[:] = np.where(np.arange(70) % 2, 1.0, -1.0)
-    _, grad, result = run(name, case.tensors(), case.settings)
+    _, grad, result = run(name, case.tensors(), chosen)
     if name == "cispo":
-        expected = int((np.exp(case.new - case.old) > case.settings.ratio_cap).sum())
+        expected = int((np.exp(case.new - case.old) > chosen.ratio_cap).sum())
     else:
         expected = int((grad == 0).sum())
     assert int(result.num_clipped) == expected
     assert expected > 0 or name == "importance_sampling"
+
+
+def test_a_truncated_weight_is_counted():
+    chosen = LossSettings(weight_low=0.9, weight_high=1.1, clip_low=1.0, clip_high=1e9)
+    case = random_case([2] * 35, 5, settings=chosen)
+    weights = np.exp(case.proximal - case.old)
+    _, grad, result = run("decoupled_ppo", case.tensors(), chosen)
+    assert int(result.num_clipped) == int(((weights < 0.9) | (weights > 1.1)).sum()) > 0
+    assert bool((grad[torch.tensor(case.advantages) != 0] != 0).all())
 
 
 # -- what holds for all --------------------------------------------------------------------------
