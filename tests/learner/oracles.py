@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncrl_node.learner.losses.base import LossInput, LossSettings
+from asyncrl_node.learner.losses.base import LossInput
+from asyncrl_node.learner.losses.settings import LossSettings
 
 
 @dataclass

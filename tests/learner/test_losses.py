@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.learner.loss import importance_sampling_loss, ppo_loss
-from asyncrl_node.learner.losses.base import LossInput, LossSettings, needs_of
+from asyncrl_node.learner.losses.base import LossInput, needs_of
 from asyncrl_node.learner.losses.corrections import correct_weights
 from asyncrl_node.learner.losses.off_policy import m2po_limit
-from asyncrl_node.learner.losses.registry import LOSSES, RECIPES
+from asyncrl_node.learner.losses.registry import LOSSES, load_loss
+from asyncrl_node.learner.losses.settings import RECIPES, LossSettings
 from tests.learner import oracles
 from tests.learner.oracles import ORACLES, Case, random_case
 
@@ -38,7 +39,7 @@ ALL = pytest.mark.parametrize("name", sorted(LOSSES))
 
 def run(name, tokens: LossInput, loss_settings):
     """Losses, gradient of their sum, and the whole result."""
-    result = LOSSES[name](tokens, loss_settings)
+    result = load_loss(name)(tokens, loss_settings)
     (grad,) = torch.autograd.grad(result.losses.sum(), tokens.logprobs)
     return result.losses.detach(), grad, result
 
@@ -80,7 +81,7 @@ def test_gradcheck_away_from_the_kinks(name, dual_clip):
     tokens = case.tensors()
 
     def losses(logprobs):
-        return LOSSES[name](replace(tokens, logprobs=logprobs), chosen).losses
+        return load_loss(name)(replace(tokens, logprobs=logprobs), chosen).losses
 
     assert torch.autograd.gradcheck(losses, (tokens.logprobs,), eps=1e-7, atol=1e-6)
 
@@ -151,7 +152,7 @@ def test_cutting_between_rollouts_changes_nothing(name, lengths, seed, cut):
         parts += losses.tolist()
         clipped += int(result.num_clipped)
     np.testing.assert_allclose(parts, whole, rtol=1e-12, atol=1e-12)
-    assert clipped == int(LOSSES[name](case.tensors(), case.settings).num_clipped)
+    assert clipped == int(load_loss(name)(case.tensors(), case.settings).num_clipped)
 
 
 @ALL
@@ -182,7 +183,7 @@ def test_a_value_that_is_not_finite_is_never_hidden(name, field, correction):
     broken = getattr(tokens, field).detach().clone()
     broken[1] = math.nan
     chosen = LossSettings(weight_correction=correction)
-    result = LOSSES[name](replace(tokens, **{field: broken}), chosen)
+    result = load_loss(name)(replace(tokens, **{field: broken}), chosen)
     assert torch.isnan(result.losses[1])
 
 
@@ -241,7 +242,7 @@ def test_gspo_is_the_papers_sequence_loss_where_rollouts_count_the_same(lengths,
     case = random_case(lengths, seed, settings=chosen)
     weights = np.repeat([1.0 / max(1, n) for n in lengths], lengths)
     tokens = case.tensors()
-    result = LOSSES["gspo"](tokens, chosen)
+    result = load_loss("gspo")(tokens, chosen)
     total = (result.losses * torch.tensor(weights)).sum()
     (grad,) = torch.autograd.grad(total, tokens.logprobs)
     assert float(total.detach()) == pytest.approx(
@@ -320,16 +321,17 @@ def test_corrections(weight):
 
 
 def test_who_needs_what():
-    marked = {name: set(needs_of(loss)) for name, loss in LOSSES.items() if needs_of(loss)}
-    assert marked == {"decoupled_ppo": {"proximal_logprobs"}, "m2po": {"log_ratio_limit"}}
+    needs = {name: set(needs_of(load_loss(name))) for name in LOSSES}
+    some = {name: names for name, names in needs.items() if names}
+    assert some == {"decoupled_ppo": {"proximal_logprobs"}, "m2po": {"log_ratio_limit"}}
 
 
 @pytest.mark.parametrize("name", ["decoupled_ppo", "m2po"])
 def test_what_is_needed_and_missing_is_named(name):
-    (need,) = needs_of(LOSSES[name])
+    (need,) = needs_of(load_loss(name))
     tokens = replace(random_case([2], 0).tensors(), **{need: None})
     with pytest.raises(ValueError, match=f"needs {need}"):
-        LOSSES[name](tokens, LossSettings())
+        load_loss(name)(tokens, LossSettings())
 
 
 def test_recipes_are_known_losses_with_the_papers_numbers():
@@ -346,8 +348,8 @@ def test_the_trainers_present_losses_are_these_summed(lengths, seed):
     tokens = case.tensors(torch.float32)
     three = (tokens.logprobs, tokens.sampler_logprobs, tokens.advantages)
     for ours, theirs in (
-        (LOSSES["ppo"](tokens, case.settings), ppo_loss(*three, 0.2, 0.2)),
-        (LOSSES["importance_sampling"](tokens, case.settings), importance_sampling_loss(*three)),
+        (load_loss("ppo")(tokens, case.settings), ppo_loss(*three, 0.2, 0.2)),
+        (load_loss("importance_sampling")(tokens, case.settings), importance_sampling_loss(*three)),
     ):
         assert float(ours.losses.detach().sum()) == float(theirs.total.detach())
         assert int(ours.num_clipped) == int(theirs.num_clipped)

@@ -23,9 +23,9 @@ import torch
 import asyncrl_node
 from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.learner.losses.aggregation import token_weights
-from asyncrl_node.learner.losses.base import LossSettings
-from asyncrl_node.learner.losses.registry import LOSSES
+from asyncrl_node.learner.losses.registry import load_loss
 from asyncrl_node.learner.losses.regularizers import regularise
+from asyncrl_node.learner.losses.settings import LossSettings
 from tests.learner.oracles import random_case
 
 if os.environ.get("ASYNCRL_REQUIRE_TRL") != "1":
@@ -125,7 +125,7 @@ def ours(name, case, chosen, aggregation, entropies=None, **terms):
     tokens = case.tensors()
     if entropies is not None:
         tokens = replace(tokens, entropies=torch.tensor(entropies))
-    result = regularise(LOSSES[name](tokens, chosen), tokens, **terms)
+    result = regularise(load_loss(name)(tokens, chosen), tokens, **terms)
     per_rollout = token_weights(aggregation, case.lengths, HORIZON)
     weights = torch.tensor(np.repeat(per_rollout, case.lengths))
     loss = (result.losses * weights).sum()

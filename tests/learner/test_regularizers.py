@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_node.learner.losses.base import LossSettings
 from asyncrl_node.learner.losses.policy import ppo
 from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
+from asyncrl_node.learner.losses.settings import LossSettings
 from tests.learner.oracles import random_case
 
 KINDS = ["k1", "k2", "k3"]

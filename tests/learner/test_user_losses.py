@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.errors import ConfigError
-from asyncrl_node.learner.losses.base import LossSettings, needs_of
+from asyncrl_node.learner.losses.base import needs_of
 from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
+from asyncrl_node.learner.losses.settings import LossSettings
 from tests.learner.oracles import random_case
 
 MINE = '''
@@ -80,7 +84,24 @@ def test_a_users_loss_says_what_it_needs(mine):
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_name_is_looked_up(name):
-    assert load_loss(name) is LOSSES[name]
+    assert load_loss(name).__name__ == name
+
+
+def test_finding_an_advantage_or_a_mistake_imports_no_torch():
+    """The command line and the scripted run check both settings without it."""
+    code = (
+        "import sys\n"
+        "from asyncrl_node.errors import ConfigError\n"
+        "from asyncrl_node.learner.losses.settings import RECIPES\n"
+        "from asyncrl_node.learner.losses.registry import load_advantage, load_loss\n"
+        "assert load_advantage(RECIPES['dr_grpo'].advantage)([1, 0]) == [0.5, -0.5]\n"
+        "try:\n"
+        "    load_loss('pppo')\n"
+        "except ConfigError as error:\n"
+        "    print(error.key, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "learner.loss False\n", done.stderr
 
 
 def test_a_users_advantage_compares(mine):

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from asyncrl_node.learner.losses.settings import LossSettings
+
 Need = Literal["proximal_logprobs", "log_ratio_limit"]
 Anything = TypeVar("Anything")
 
@@ -48,27 +50,6 @@ class LossInput:
     """[N] float, by the frozen reference model; no gradient."""
     log_ratio_limit: float | None = None
     """What `m2po_limit` gave for the whole update."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """Numbers that losses read; each loss names its own in its docstring."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    """Trust region of the ratio: [1 - clip_low, 1 + clip_high]."""
-    dual_clip: float | None = None
-    """Largest ratio that counts where the advantage is negative; above 1 + clip_high."""
-    ratio_cap: float = 2.0
-    """cispo: no token weighs more than this."""
-    ratio_floor: float = 0.0
-    """cispo: no token weighs less than this."""
-    weight_correction: Literal["none", "truncate", "mask"] = "truncate"
-    """decoupled_ppo, a3po: what happens to behaviour weights outside the two bounds below."""
-    weight_low: float = 0.0
-    weight_high: float = 5.0
-    m2_budget: float = 0.04
-    """m2po: largest mean squared log-ratio of the tokens that push against the trust region."""
 
 
 class TokenLoss(NamedTuple):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncrl_node.learner.losses.base import LossSettings
+from asyncrl_node.learner.losses.settings import LossSettings
 
 
 def correct_weights(weights: Tensor, settings: LossSettings) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asyncrl_node.learner.losses.base import (
     LossInput,
-    LossSettings,
     TokenLoss,
     given,
     needs,
@@ -25,6 +24,7 @@ from asyncrl_node.learner.losses.base import (
 )
 from asyncrl_node.learner.losses.corrections import correct_weights
 from asyncrl_node.learner.losses.policy import clipped_surrogate
+from asyncrl_node.learner.losses.settings import LossSettings
 
 
 @needs("proximal_logprobs")

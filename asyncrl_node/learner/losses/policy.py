@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl_node.learner.losses.base import LossInput, LossSettings, TokenLoss, token_loss
+from asyncrl_node.learner.losses.base import LossInput, TokenLoss, token_loss
+from asyncrl_node.learner.losses.settings import LossSettings
 
 
 def importance_sampling(tokens: LossInput, settings: LossSettings) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""Losses and advantages by name, known recipes, and a user's own function from a file.
+"""Losses and advantages by name, and a user's own function from a file.
 
 A name is looked up; anything with a colon is `path/to/file.py:function`. The file is Python that
 the user wrote and asked for, run in the learner's process:
@@ -9,67 +9,38 @@ the user wrote and asked for, run in the learner's process:
 
     def my_advantage(rewards):                           # R rewards of a group -> R advantages
         return [reward - max(rewards) for reward in rewards]
+
+A loss's module, and torch with it, is imported only when that loss is asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
 from asyncrl_node.errors import ConfigError
-from asyncrl_node.learner.losses.aggregation import Aggregation
-from asyncrl_node.learner.losses.base import Loss, LossSettings
-from asyncrl_node.learner.losses.off_policy import a3po, decoupled_ppo, m2po
-from asyncrl_node.learner.losses.policy import cispo, gspo, importance_sampling, ppo
 
-LOSSES: dict[str, Loss] = {
-    "importance_sampling": importance_sampling,
-    "ppo": ppo,
-    "cispo": cispo,
-    "gspo": gspo,
-    "decoupled_ppo": decoupled_ppo,
-    "a3po": a3po,
-    "m2po": m2po,
+if TYPE_CHECKING:
+    from asyncrl_node.learner.losses.base import Loss
+
+LOSSES = {
+    "importance_sampling": "policy",
+    "ppo": "policy",
+    "cispo": "policy",
+    "gspo": "policy",
+    "decoupled_ppo": "off_policy",
+    "a3po": "off_policy",
+    "m2po": "off_policy",
 }
-"""The losses that have a name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A method of the literature that is a loss with settings."""
-
-    loss: str
-    settings: LossSettings
-    aggregation: Aggregation
-    advantage: AdvantageKind
-
-
-_GSPO = LossSettings(clip_low=3e-4, clip_high=4e-4)
-RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe("ppo", LossSettings(), "sequence_mean", "mean_std"),
-    "dapo": Recipe("ppo", LossSettings(clip_high=0.28), "token_mean", "mean_std"),
-    "dr_grpo": Recipe("ppo", LossSettings(), "constant", "mean"),
-    "gspo": Recipe(
-        "gspo", LossSettings(clip_low=3e-4, clip_high=4e-4), "sequence_mean", "mean_std"
-    ),
-    "m2po": Recipe("m2po", LossSettings(clip_low=0.3, clip_high=0.5), "token_mean", "mean_std"),
-    "tis": Recipe("decoupled_ppo", LossSettings(weight_high=2.0), "token_mean", "mean_std"),
-    "icepop": Recipe(
-        "decoupled_ppo",
-        LossSettings(weight_correction="mask", weight_low=0.5, weight_high=5.0),
-        "token_mean",
-        "mean_std",
-    ),
-}
-"""Each paper's loss, bounds, aggregation and advantage; dapo also filters constant groups."""
+"""Which module of this package has which loss."""
 
 
 def load_loss(spec: str, key: str = "learner.loss") -> Loss:
@@ -78,8 +49,9 @@ def load_loss(spec: str, key: str = "learner.loss") -> Loss:
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
     if spec in LOSSES:
-        return LOSSES[spec]
-    return cast(Loss, _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
+        module = importlib.import_module(f"{__package__}.{LOSSES[spec]}")
+        return cast("Loss", getattr(module, spec))
+    return cast("Loss", _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
 
 
 def load_advantage(spec: str, key: str = "learner.advantage") -> GroupAdvantage:
