@@ -98,7 +98,8 @@ class _HeadLogprobs(torch.autograd.Function):
                     from_entropies = log_softmax.add_(entropies[rows, None]).mul_(softmax)
                     from_entropies.mul_(upstream)
             scaled = (grad[rows] * ctx.scale)[:, None]
-            grad_logits = (softmax * -scaled).scatter_add_(1, targets[rows, None], scaled)
+            grad_logits = softmax * -scaled if softmax is kept else softmax.mul_(-scaled)
+            grad_logits.scatter_add_(1, targets[rows, None], scaled)
             if from_entropies is not None:
                 grad_logits += from_entropies
             grad_logits = grad_logits.to(weight.dtype)
@@ -114,4 +115,4 @@ def _chunks(num_positions: int, chunk: int) -> list[slice]:
 
 def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     """Log-probabilities of the whole vocabulary, [n, V] float32."""
-    return ((hidden @ weight.T).float() * scale).log_softmax(1)
+    return (hidden @ weight.T).float().mul_(scale).log_softmax(1)

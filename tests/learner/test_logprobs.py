@@ -186,13 +186,17 @@ print(json.dumps(peak))
 
 
 def peak_bytes(way, folder, *sizes):
-    """Memory above the inputs at the peak of one forward and backward pass, in its own process."""
+    """Memory above the inputs at the peak of one forward and backward pass, in its own process.
+
+    Freed tensors go back to the system at once (glibc's threshold is fixed): else the peak of the
+    resident size also has holes of its heap in it, which vary from run to run by twice our peak.
+    """
     command = [sys.executable, "-c", PEAK, way, *map(str, sizes)]
     path = os.pathsep.join([str(Path(asyncrl_node.__file__).parents[1]), *sys.path])
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "1048576"},
         capture_output=True,
         text=True,
         check=True,
