@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl_node.config import Config
 from asyncrl_node.engines.base import Engine
 from asyncrl_node.plan import engine_of, max_rollout_tokens, model_folder
+from asyncrl_node.sampling_rules import kv_after_update
 from asyncrl_node.tasks.base import Task
 
 
@@ -31,5 +32,6 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
             cpu=not config.gpus,
+            kv_after_update=kv_after_update(config.sampling, name, bool(config.gpus)),
         ),
     )
