@@ -50,6 +50,9 @@ class Completion(msgspec.Struct, frozen=True):
     policy_versions: list[int]
     """The weights that sampled each token."""
     finish_reason: FinishReason
+    kv_version: int | None = None
+    """The oldest weights whose keys and values a token here may depend on, beside those that
+    sampled it. None: those alone, because the cache is recomputed at every update."""
 
 
 class Engine(Protocol):

@@ -152,7 +152,7 @@ class LearnerProcess:
         if step == self._last_version or not self._train_batch(step):
             return False
         metrics: dict[str, float | None] = dict(self._trainer.finish_step())
-        for population in ("same_version", "stale"):
+        for population in ("same_version", "older_kv", "stale"):
             if not metrics.get(f"mismatch/num_tokens_{population}"):
                 metrics[f"mismatch/kl_{population}"] = None  # a mean over nothing
         metrics.update(self._records.finish_step())
