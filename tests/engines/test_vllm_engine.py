@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import os
 import random
 import signal
@@ -26,9 +25,10 @@ import torch
 import transformers
 from torch import nn
 
+from asyncrl_node.core.probe import Answer, Probe, canary_tokens, find_stale
+from asyncrl_node.engines import vllm_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest, OwnProcessLoader
 from asyncrl_node.engines.vllm_engine import (
-    CPU_INSTALL,
     VllmEngine,
     VllmSettings,
     vllm_environment,
@@ -37,12 +37,9 @@ from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
 from tests.engines.contract import CHECKS, Check
+from tests.vllm_gate import need_vllm
 
-if importlib.util.find_spec("vllm") is None:
-    reason = f"vllm is not installed: {CPU_INSTALL}"
-    if os.environ.get("ASYNCRL_REQUIRE_VLLM") == "1":
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason, allow_module_level=True)
+need_vllm()
 
 pytestmark = [
     pytest.mark.vllm,
@@ -164,7 +161,7 @@ class Rig:
         config = CONFIGS[kind]()
         config.save_pretrained(folder)
         self.engine: VllmEngine = runner.run(self._make(folder))
-        self.learner = Learner(config, Path(f"/dev/shm/arl-test-{os.getpid()}-{kind}"))
+        self.learner = Learner(config, Path(f"/dev/shm/arl-test-{os.getpid()}-{folder.name}"))
         self.engine.open_weights(self.learner.manifest, self.learner.path)
         self.next_version = 1
         self._next_request = 0
@@ -329,8 +326,50 @@ def test_scores_are_those_of_the_weights_in_use(any_rig: Rig):
     rig.run(test)
 
 
+def canary_answer(rig: Rig, answers: list[Answer], probe: Probe) -> Callable[[], Awaitable[None]]:
+    async def load_and_score() -> None:
+        for _ in range(2):
+            version = await rig.load()
+            ours = rig.learner.score(version, list(probe.tokens)).tolist()
+            theirs = await rig.engine.score(list(probe.tokens))
+            answers.append(Answer(version, tuple(ours), tuple(theirs)))
+
+    return load_and_score
+
+
+PROBE = Probe(canary_tokens(VOCAB, CONTEXT), 5e-5)
+
+
+def test_the_canary_passes_where_weights_arrive(any_rig: Rig):
+    answers: list[Answer] = []
+    any_rig.run(canary_answer(any_rig, answers, PROBE))
+    assert find_stale(PROBE, answers[1], answers[0]) is None
+
+
+@pytest.mark.usefixtures("rigs")
+def test_case_16_a_tied_head_left_stale_is_caught_by_the_canary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The hash of what arrived is right, and is compared by `load`; the answers are not."""
+    stale = "tests.engines.stale_head.StaleHeadWorker"
+    monkeypatch.setattr(vllm_engine, "WORKER_EXTENSION", stale)
+    answers: list[Answer] = []
+    with asyncio.Runner() as runner:
+        rig = Rig(runner, tmp_path, "qwen3_tied")
+        try:
+            rig.run(canary_answer(rig, answers, PROBE))
+        finally:
+            rig.engine.close()
+            rig.learner.close()
+            runner.run(asyncio.sleep(0))
+            del rig
+    gc.collect()
+    assert find_stale(PROBE, answers[1], answers[0]) is not None
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_an_update_in_flight(any_rig: Rig, temperature: float):
+def test_case_17_and_20_an_update_in_flight(any_rig: Rig, temperature: float):
+    """Every token's logprob is its version's, processed by the temperature; see `Rig.check`."""
     rig = any_rig
 
     async def test() -> None:
@@ -388,7 +427,7 @@ def test_an_update_during_prefill(any_rig: Rig):
     rig.run(test)
 
 
-def test_turns_with_an_update_between_them(any_rig: Rig):
+def test_case_18_turns_with_an_update_between_them(any_rig: Rig):
     """Beyond one cache block of 128 tokens, so that a stale prefix would be found."""
     rig = any_rig
 
@@ -405,7 +444,7 @@ def test_turns_with_an_update_between_them(any_rig: Rig):
     rig.run(test)
 
 
-def test_kept_caches_are_not_for_new_requests(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_case_18_kept_caches_are_not_for_new_requests(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """`keep`: whoever runs goes on with stale keys, which no new request may find."""
     monkeypatch.setattr(rig.engine, "_settings", SETTINGS._replace(kv_after_update="keep"))
     prompt = [(11 * i) % VOCAB for i in range(300)]

@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 
 from asyncrl_node.engines.base import Completion, GenerateRequest
 from asyncrl_node.messages import GroupKey
@@ -94,6 +97,56 @@ def test_turns_are_laid_back_to_back_with_observations_masked_out() -> None:
     assert engine.requests[0].seed != engine.requests[1].seed
     assert rollout.summary().version_min == 0
     assert rollout.summary().version_max == 1
+
+
+class SpacedEngine(ScriptedEngine):
+    """Answers "12" in two tokens, where an encoder would take one."""
+
+    async def generate(
+        self, request: GenerateRequest, on_first_token: Callable[[int], None] | None = None
+    ) -> Completion:
+        self.requests.append(request)
+        return Completion([VOCABULARY["1"], VOCABULARY["2"]], [-0.5, -0.5], [0, 0], "stop")
+
+
+VOCABULARY = {"1": 0, "2": 1, "12": 2, "?": 3}
+
+
+class ChattyEnvironment:
+    """Reads the answer as text, and keeps the conversation as text too."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer(BPE(VOCABULARY, [("1", "2")]))
+        self.tokenizer.decoder = Fuse()
+        self.text = "12?"
+
+    async def reset(self) -> list[int]:
+        return list(self.tokenizer.encode(self.text).ids)
+
+    async def step(self, completion_tokens: list[int]) -> list[int] | Outcome:
+        self.text += self.tokenizer.decode(completion_tokens)
+        return Outcome(1.0) if self.text.count("12") == 3 else [VOCABULARY["?"]]
+
+    async def grade_partial(self, completion_tokens: list[int]) -> Outcome:
+        raise AssertionError("nothing is cut off here")
+
+
+def test_case_19_history_is_never_tokenised_again() -> None:
+    """ "12" is one token to the tokenizer and was two to the policy: the two are what is trained."""
+    engine, environment = SpacedEngine(), ChattyEnvironment()
+    rollout = run(engine, environment)
+    sampled = [VOCABULARY["1"], VOCABULARY["2"]]
+    encoded = environment.tokenizer.encode(environment.tokenizer.decode(sampled)).ids
+    assert encoded == [VOCABULARY["12"]] != sampled  # or this test shows nothing
+    prompt = [VOCABULARY["12"], VOCABULARY["?"]]
+    assert [request.prompt_tokens for request in engine.requests] == [
+        prompt,
+        [*prompt, *sampled, VOCABULARY["?"]],
+    ]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=[rollout, rollout])
+    half = [*prompt, *sampled, VOCABULARY["?"], *sampled]
+    assert group.tokens.tolist() == half * 2
+    assert group.tokens[group.loss_mask].tolist() == sampled * 4
 
 
 def test_a_rollout_ends_at_its_turns_and_at_its_tokens() -> None:

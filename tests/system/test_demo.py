@@ -67,6 +67,19 @@ def test_rollouts_span_versions_when_weights_change_inside_them(tmp_path: Path) 
     assert any(row["version_max"] > row["version_min"] for row in judged.trained)
 
 
+def test_case_20_at_another_temperature_sampler_and_learner_agree(tmp_path: Path) -> None:
+    """Raw log-probabilities, without the temperature, would differ by tenths."""
+    run_dir = tmp_path / "run"
+    flags = ("--steps", "4", "--eval-problems", "0", "--groups-per-batch", "4")
+    sampling = ("--sampling.temperature", "0.7", "--max-steps-off-policy", "0")
+    done = launch(run_dir, *flags, *sampling, timeout_s=240)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
+    rows = judge(run_dir).rows
+    assert len(rows) == 4
+    assert all(row["mismatch/num_tokens_same_version"] > 0 for row in rows)
+    assert all(row["mismatch/kl_same_version"] < 1e-8 for row in rows)
+
+
 def test_between_groups_mode_never_mixes_versions(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ("--steps", "8", "--eval-problems", "0", "--groups-per-batch", "4")

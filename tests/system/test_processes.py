@@ -34,7 +34,7 @@ def test_an_overdue_weight_load_is_a_named_fault(tmp_path: Path) -> None:
     assert "began loading version 0" in done.stderr
 
 
-def test_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -> None:
+def test_case_16_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -> None:
     """Case 16: each process computes with its first weights for ever; two steps have a second.
 
     The tokens of the fake engine are versions: none of a stale update is trained.
@@ -53,7 +53,9 @@ def test_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -> None:
     assert len(judged.trained) == 6 * 4
 
 
-def test_weights_that_never_arrive_again_and_again_end_the_run_by_name(tmp_path: Path) -> None:
+def test_case_16_weights_that_never_arrive_again_and_again_end_the_run_by_name(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "run"
     done = launch(
         run_dir,

