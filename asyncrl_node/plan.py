@@ -105,7 +105,7 @@ def task_of(config: Config) -> Task:
     """Load the task; the fake engine brings its own. Raises: ConfigError."""
     if engine_of(config) == "fake":
         return FakeTask(config.fake, config.seed)
-    return load_task(config.task, config.seed)
+    return load_task(config.task, config.seed, model_folder(config))
 
 
 def engine_of(config: Config) -> str:

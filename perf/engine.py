@@ -1,23 +1,32 @@
-"""What does continuous batching cost, and what does it win, against a plain static loop?
+"""How fast are the engines, against the plainest thing that does the same?
 
-    python perf/engine.py [--json] [--repeats N]
+    python perf/engine.py [--json] [--repeats N] [--engines torch,vllm]
 
-Both sides run the same network code on the same random weights (0.8M parameters, float32, one
-thread), 64 rows, prompts of 16 tokens. The static loop prefills a batch and decodes it until its
-longest member has finished: no masks, no scattered writes, no bookkeeping per row, because all of
-its rows stand at the same position. Times are CPU seconds of this process; the two sides take
-turns, and a ratio is the median of the ratios of neighbours.
+torch: what does continuous batching cost, and win, against a plain static loop? Both sides run the
+same network code on the same random weights (0.8M parameters, float32, one thread), 64 rows,
+prompts of 16 tokens. The static loop prefills a batch and decodes it until its longest member has
+finished: no masks, no scattered writes, no bookkeeping per row, because all of its rows stand at
+the same position. Times are CPU seconds of this process; the two sides take turns, and a ratio is
+the median of the ratios of neighbours.
 
 ratio_to_static_loop            64 new tokens for everybody: the price of being flexible (here the
                                 engine needs no mask either; rows out of step cost it a little more)
 ratio_to_static_loop_long_tail  256 requests, exponential lengths (mean 24, at most 100): the gain
+
+vllm: how much of vLLM's speed is left behind a whole sampler process? See bare_vllm.py.
+
+ratio_to_bare_vllm              100M parameters, 32 rollouts of 48 tokens. Bar: 0.95
+ratio_to_bare_vllm_tiny         the demo's model and batch, 256 rollouts of 16 tokens: there the hop
+                                between vLLM's processes is as dear as the model
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,11 +37,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl_node.core.layout import layout_weights
-from asyncrl_node.engines.base import Completion, GenerateRequest
-from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens
-from asyncrl_node.engines.torch_model import ModelConfig, Rope, TorchModel, parameter_shapes
-from asyncrl_node.messages import WeightEntry
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from asyncrl_node.core.layout import layout_weights  # noqa: E402
+from asyncrl_node.engines.base import Completion, GenerateRequest  # noqa: E402
+from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens  # noqa: E402
+from asyncrl_node.engines.torch_model import (  # noqa: E402
+    ModelConfig,
+    Rope,
+    TorchModel,
+    parameter_shapes,
+)
+from asyncrl_node.engines.vllm_engine import CPU_INSTALL  # noqa: E402
+from asyncrl_node.messages import WeightEntry  # noqa: E402
+from perf import bare_vllm  # noqa: E402
 
 NUM_ROWS = 64
 PROMPT_LENGTH = 16
@@ -292,11 +311,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--engines", default="torch,vllm")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder), options.repeats)
+    engines = options.engines.split(",")
+    figures: dict[str, float] = {}
+    if "torch" in engines:
+        with tempfile.TemporaryDirectory() as folder:
+            figures |= measure(Path(folder), options.repeats)
+    if "vllm" in engines:
+        if importlib.util.find_spec("vllm") is None:
+            print(f"SKIP vllm: it is not installed: {CPU_INSTALL}")
+        else:
+            figures |= bare_vllm.measure(max(2, options.repeats // 2))
     for key, value in figures.items():
         print(f"{key:36} {value:12.2f}")
     if options.json:

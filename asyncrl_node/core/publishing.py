@@ -9,6 +9,11 @@
 What a sampler samples leaves it only after WeightsAccepted (core/sampling.py). So weights that
 never arrived are caught here before anything made by them is taken.
 
+Where copies share one memory, they take turns (`copies_at_once`): four at once would each have
+their sampler stand still for all four, and be done no sooner. Who waits samples on. A turn
+ends with the Release, or after TURN_S: one that is busy with something else, or dead, holds the
+others up no longer than that.
+
 There is no barrier: nobody waits for a sampler that holds no lease. The clock of an overdue
 acknowledgement starts when the sampler says that it begins to load (LoadStarted); one that is busy
 with a slow rollout has not begun and is never at fault. A sampler that does not even read its grant
@@ -46,6 +51,9 @@ from asyncrl_node.messages import (
     WeightsManifest,
     WritePattern,
 )
+
+TURN_S = 0.25
+"""Then the next sampler may copy too, whatever the one before it does."""
 
 
 class RequestWrite(NamedTuple):
@@ -98,6 +106,7 @@ class _Reader:
         """How the weights get there; nothing is announced or granted before it is decided."""
         self.wants_lease = False
         self.holds_lease = False
+        self.granted_at_s = 0.0
         self.granted: int | None = None
         """The newest version it was granted; no version is granted twice."""
         self.loading: int | None = None
@@ -117,12 +126,15 @@ class PublishingCore:
         overdue_s: float,
         probe: Probe | None = None,
         terms: TransportTerms = HOST_ONLY,
+        copies_at_once: int | None = None,
     ) -> None:
+        """Set the limits; `copies_at_once` None: everybody copies as soon as it asks."""
         self.manifest = manifest
         self.overdue_s = overdue_s
         self.probe = probe
         """None: only the hash is compared."""
         self.terms = terms
+        self.copies_at_once = copies_at_once
         self.published = -1
         self._written: dict[int, WriteDone] = {}
         """By version: the published one, and those that are still loading somewhere."""
@@ -173,7 +185,7 @@ class PublishingCore:
             case _:
                 assert_never(event)
         self._find_overdue(now_s)
-        self._grant()
+        self._grant(now_s)
         out, self._out = self._out, []
         return out
 
@@ -273,7 +285,7 @@ class PublishingCore:
             if reader.way.kind is not None:
                 self._out.append(ToSampler(sampler, WeightsAvailable(done.version)))
 
-    def _grant(self) -> None:
+    def _grant(self, now_s: float) -> None:
         """Grant what queued, unless somebody wants to write: a writer never starves."""
         if self._write_wanted:
             if not self._writing and not self.lease_holders:
@@ -283,15 +295,26 @@ class PublishingCore:
         if self.published < 0:
             return
         for sampler, reader in self._readers.items():
-            if reader.wants_lease:
+            if reader.wants_lease and self._has_turn(now_s):
                 reader.wants_lease = False
                 reader.holds_lease = True
+                reader.granted_at_s = now_s
                 reader.granted = reader.loading = self.published
                 reader.loading_since_s = None
                 weights_hash = self._written[self.published].weights_hash
                 canary = self.probe.tokens if self.probe else ()
                 grant = LeaseGranted(self.published, weights_hash, canary)
                 self._out.append(ToSampler(sampler, grant))
+
+    def _has_turn(self, now_s: float) -> bool:
+        """Say whether one more may copy now."""
+        if self.copies_at_once is None:
+            return True
+        copying = sum(
+            reader.holds_lease and now_s - reader.granted_at_s < TURN_S
+            for reader in self._readers.values()
+        )
+        return copying < self.copies_at_once
 
     def _find_overdue(self, now_s: float) -> None:
         for sampler, reader in list(self._readers.items()):

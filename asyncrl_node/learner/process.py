@@ -80,6 +80,14 @@ def make_trainer(config: Config) -> Trainer:
     )
 
 
+def copies_at_once(config: Config) -> int | None:
+    """Say how many samplers may copy the weights at the same time; None: all of them.
+
+    On a CPU, half as many as there are cores: two at once on two cores took twice as long.
+    """
+    return None if config.gpus else max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 class LearnerProcess:
     """The shell around the trainer and the publishing core."""
 
@@ -94,7 +102,13 @@ class LearnerProcess:
         self._task = task_of(config)
         self._probe = self._make_probe()
         overdue_s, terms = config.weights_overdue_s, self._weights.terms
-        core = PublishingCore(manifest, overdue_s, self._probe, terms=terms)
+        core = PublishingCore(
+            manifest,
+            overdue_s,
+            self._probe,
+            terms=terms,
+            copies_at_once=copies_at_once(config),
+        )
         self._courier = Courier(core, Path(runtime.sockets_dir), self._weights)
         self._slots = slot_folder(runtime)
         self._records = TrainedRecords(

@@ -227,9 +227,11 @@ class SamplerProcess:
 
     def _copy(self, engine: InProcessLoader, version: int) -> None:
         assert self._manifest is not None
+        began_s = time.monotonic()
         view = self._weights.source.view(version)
         engine.load_weights(version, self._manifest.entries, view)
         self._weights.source.check(version)  # the version stands before and after: not torn
+        log.info("version %d: stood still for %.6f s", version, time.monotonic() - began_s)
         self._handle(CopyDone(version))
 
     async def _hash(self, engine: InProcessLoader) -> int:
@@ -246,7 +248,7 @@ class SamplerProcess:
         began_s = time.monotonic()
         scores = await self._engine.score(load.canary) if load.canary else []
         spent_s = time.monotonic() - began_s
-        log.debug("version %d: %.1f ms for the canary", load.version, 1e3 * spent_s)
+        log.info("version %d: %.6f s for the canary", load.version, spent_s)
         self._handle(LoadDone(load.version, digest, tuple(scores)))
 
     def _ask_for_work(self) -> None:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl_node.core.probe import Probe
 from asyncrl_node.core.publishing import (
+    TURN_S,
     AtFault,
     BufferFree,
     PublishingCore,
@@ -48,6 +49,7 @@ from asyncrl_node.messages import (
 MANIFEST = WeightsManifest(0, (), 0)
 HOST = TransportOffer(("host",))
 OVERDUE_S = 10.0
+AT_ONCE = [None, 1, 2]
 
 
 PROBE = Probe((5, 6, 7), 0.01)
@@ -400,10 +402,10 @@ class Sampler:
 class WeightHistories(RuleBasedStateMachine):
     """Lines are first in, first out; a message may come twice in a row; a process may die."""
 
-    @initialize(drain=st.booleans(), version=st.integers(0, 3))
-    def begin(self, drain: bool, version: int) -> None:
+    @initialize(drain=st.booleans(), version=st.integers(0, 3), at_once=st.sampled_from(AT_ONCE))
+    def begin(self, drain: bool, version: int, at_once: int | None) -> None:
         self.drain = drain
-        self.learner = PublishingCore(MANIFEST, OVERDUE_S, PROBE)
+        self.learner = PublishingCore(MANIFEST, OVERDUE_S, PROBE, copies_at_once=at_once)
         self.now_s = 0.0
         self.next_version = version
         self.buffer: int | None = None
@@ -449,6 +451,9 @@ class WeightHistories(RuleBasedStateMachine):
             assert not self.wanted, "granted although a write is wanted"
             assert message.version == self.buffer == self.learner.published
             assert number not in self.leases, "granted twice"
+            others = [n for n, held in self.leases.items() if self.now_s - held[2] < TURN_S]
+            others = [n for n in others if n in self.heard]
+            assert len(others) < (self.learner.copies_at_once or 3), "out of turn"
             self.leases[number] = (self.heard[number], message.version, self.now_s)
             self.loading[number] = (message.version, self.now_s)
         if sampler.incarnation == self.heard[number]:
