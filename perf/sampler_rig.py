@@ -130,7 +130,8 @@ class Sampled(NamedTuple):
 class TimedCore(PublishingCore):
     """The learner's real decisions; notes when each message of a transaction was dealt with.
 
-    The samplers score the canary as always; without a trainer there is nothing to compare it with.
+    `with_canary` says whether the samplers score it; without a trainer there is nothing to compare
+    it with, so every answer passes.
     """
 
     def __init__(self, manifest: WeightsManifest, config: Config, terms: TransportTerms) -> None:
@@ -140,11 +141,16 @@ class TimedCore(PublishingCore):
         super().__init__(
             manifest,
             config.weights_overdue_s,
-            Probe(tokens, math.inf) if tokens else None,
             terms=terms,
             copies_at_once=copies_at_once(config),
         )
+        self._canary = Probe(tokens, math.inf)
         self.seen: queue.SimpleQueue[tuple[PublishingEvent | AtFault, float]] = queue.SimpleQueue()
+
+    def with_canary(self, wanted: bool) -> tuple[float, ...]:
+        """Set whether the next versions are probed; return what the learner would have scored."""
+        self.probe = self._canary if wanted else None
+        return (0.0,) * (len(self._canary.tokens) - 1)
 
     def handle(self, event: PublishingEvent, now_s: float) -> list[PublishingInstruction]:
         """Decide, then note."""
@@ -283,20 +289,20 @@ class SamplerRig:
             if isinstance(message, SamplerHello):
                 missing.discard(message.sampler)
 
-    def publish(self, within_s: float = _ANSWER_WITHIN_S) -> list[Update]:
+    def publish(self, within_s: float = _ANSWER_WITHIN_S, canary: bool = True) -> list[Update]:
         """Publish one more version, whose bytes differ; wait until every sampler acknowledged."""
-        announced_s = self.announce()
+        announced_s = self.announce(canary)
         return self.updates(announced_s, within_s)
 
-    def announce(self) -> float:
+    def announce(self, canary: bool) -> float:
         """Publish one more version; return when it was announced. Waits for leases only."""
         self._version += 1
         self._flat[:4] = np.frombuffer(np.float32(0.01 * self._version).tobytes(), np.uint8)
         self._courier.wait_until_free()
         digest = self._weights.publish(self._version, cast(Trainer, self))
-        canary = (0.0,) * (len(self._core.probe.tokens) - 1) if self._core.probe else ()
+        scores = self._core.with_canary(canary)
         announced_s = time.monotonic()
-        self._courier.announce(self._version, digest, canary)
+        self._courier.announce(self._version, digest, scores)
         return announced_s
 
     def copy_weights_into(self, buffer: memoryview) -> None:
