@@ -142,7 +142,7 @@ def _parser(keys: list[Key]) -> _Parser:
 def _metavar(kind: Any) -> str:  # noqa: ANN401 - a type expression
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, typing.get_args(kind)))
-    if isinstance(kind, types.UnionType):
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return "|".join(_metavar(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return "N,N,..."

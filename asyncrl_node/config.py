@@ -60,6 +60,22 @@ class SamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rollouts that one sampler runs at once."""
     kv_cache_bytes: int | None = None
     """Keys and values on each GPU of a vllm sampler; unset: what the forecast leaves for them."""
+    kv_after_update: Literal["recompute", "keep"] | None = None
+    """Cached keys and values of running rollouts when new weights come. recompute: exact, at the
+    price of one prefill of all of them. keep: no price; tokens on older ones are counted apart.
+    Unset: recompute on a CPU and where its forecast is at most 5 % of a step, else keep."""
+    top_p: float = 1.0
+    """Must stay 1: the learner cannot match probabilities that were renormalised."""
+    top_k: int = 0
+    """Must stay 0, the whole vocabulary: as top_p."""
+    min_p: float = 0.0
+    """Must stay 0: as top_p."""
+    presence_penalty: float = 0.0
+    """Must stay 0: the learner cannot match logits that depend on what was sampled before."""
+    frequency_penalty: float = 0.0
+    """Must stay 0: as presence_penalty."""
+    repetition_penalty: float = 1.0
+    """Must stay 1: as presence_penalty."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

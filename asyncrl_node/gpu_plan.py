@@ -43,6 +43,7 @@ from asyncrl_node.core.placement import (
 )
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.gpus import Gpu, Nvml, Placement, place, placement_table, select_gpus
+from asyncrl_node.sampling_rules import KVAfterUpdate, kv_after_update, kv_words
 
 ASSUMED_BYTES = 80_000_000_000
 ASSUMED_NAME = "H100"
@@ -110,6 +111,7 @@ class GpuPlan(NamedTuple):
     """None: see `refusal`."""
     refusal: ConfigError | None
     price: RecomputePrice
+    kv_kind: KVAfterUpdate
     """Of recomputing keys and values after an update, with the split that would run."""
 
     @property
@@ -229,7 +231,11 @@ def make_plan(ask: Ask, gpus: tuple[Gpu, ...], assumed: str = "") -> GpuPlan:
         refusal = error
     rollouts = config.pacing.groups_per_batch * config.pacing.group_size
     price = recompute_price(shape, present or rule, work, rollouts, speed)
-    return GpuPlan(gpus, assumed, shape, speed, gpu_bytes, work, rule, present, refusal, price)
+    engine = "vllm" if config.engine == "auto" else config.engine
+    kind = kv_after_update(config.sampling, engine, True, price)
+    return GpuPlan(
+        gpus, assumed, shape, speed, gpu_bytes, work, rule, present, refusal, price, kind
+    )
 
 
 def check_present(plan: GpuPlan) -> None:
@@ -249,7 +255,9 @@ def resolved(config: Config, plan: GpuPlan) -> Config:
     """Write the plan's counts into the configuration, where every process reads them."""
     split = plan.split
     cache = config.sampling.kv_cache_bytes or plan.kv_cache_bytes
-    sampling = msgspec.structs.replace(config.sampling, kv_cache_bytes=cache)
+    sampling = msgspec.structs.replace(
+        config.sampling, kv_cache_bytes=cache, kv_after_update=plan.kv_kind
+    )
     return msgspec.structs.replace(
         config,
         learners=split.learners,
@@ -360,7 +368,7 @@ def describe_plan(plan: GpuPlan) -> list[str]:
         "",
         *_memory_table(plan),
         "",
-        _updates(plan),
+        *_updates(plan),
     ]
 
 
@@ -369,12 +377,12 @@ def start_lines(plan: GpuPlan) -> list[str]:
     return [
         *_labelled("runs now", _present_words(plan)),
         *(f"  {line}" for line in placement_table(plan.placement)),
-        _updates(plan),
+        *_updates(plan),
     ]
 
 
-def _updates(plan: GpuPlan) -> str:
-    return f"updates     {plan.price.words} (keys and values of running rollouts)"
+def _updates(plan: GpuPlan) -> list[str]:
+    return _labelled("kv cache", [kv_words(plan.kv_kind, plan.price)])
 
 
 def model_words(plan: GpuPlan) -> str:

@@ -37,6 +37,7 @@ from asyncrl_node.gpu_plan import (
 )
 from asyncrl_node.gpus import Nvml, RealNvml
 from asyncrl_node.run_directory import SHM_FOLDER
+from asyncrl_node.sampling_rules import check_sampling, kv_after_update, kv_words
 from asyncrl_node.tasks.base import Task
 from asyncrl_node.tasks.fake import FakeTask
 from asyncrl_node.tasks.registry import load_task
@@ -211,6 +212,7 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_pacing(config)
     _check_learner(config)
+    check_sampling(config.sampling, engine_of(config))
     check_gpus_form(config.gpus)
     rule = "must be auto or host without GPUs (--gpus)"
     _require(config.transport != "cuda_ipc" or bool(config.gpus), "transport", rule, "cuda_ipc")
@@ -551,11 +553,23 @@ def _semantics(config: Config) -> list[str]:
     if pacing.filter_constant_rewards:
         data = "every problem once an epoch; groups of constant reward are filtered, on record"
     lines.append(f"data        {data}")
+    lines += start_notes(config)
     lines.append(
         f"budgets     a rollout is cut off after {config.sampling.rollout_timeout_s:g} s, graded as"
         f" it stands and trained; a failing sample is retried {config.sampling.max_retries} times"
     )
     return lines
+
+
+def start_notes(config: Config) -> list[str]:
+    """Say what a run costs by its settings; printed at its start, and by --dry-run.
+
+    With GPUs the plan of the cards says it, with a forecast.
+    """
+    if config.gpus or engine_of(config) == "fake":
+        return []
+    kind = kv_after_update(config.sampling, engine_of(config), on_gpus=False)
+    return [f"kv cache    {kv_words(kind)}"]
 
 
 def loss_notes(config: Config) -> list[str]:

@@ -1023,6 +1023,7 @@ def make_groups(
     num_groups: int, length: int, vocabulary: int, logprob: float
 ) -> list[TrajectoryGroup]:
     """Make groups of 8 rollouts of `length` tokens, the last three quarters sampled."""
+    from asyncrl_node.engines.base import Completion
     from asyncrl_node.sampler.rollouts import Rollout, build_group
 
     dice = np.random.default_rng(0)
@@ -1033,10 +1034,10 @@ def make_groups(
             rollout = Rollout()
             num_sampled = 3 * length // 4
             rollout.add_prompt(dice.integers(vocabulary, size=length - num_sampled).tolist())
-            rollout.tokens += dice.integers(vocabulary, size=num_sampled).tolist()
-            rollout.loss_mask += [True] * num_sampled
-            rollout.sampler_logprobs += [logprob] * num_sampled
-            rollout.policy_versions += [0] * num_sampled
+            tokens = dice.integers(vocabulary, size=num_sampled).tolist()
+            rollout.add_completion(
+                Completion(tokens, [logprob] * num_sampled, [0] * num_sampled, "length")
+            )
             rollout.reward = float(place % 2)
             rollouts.append(rollout)
         groups.append(build_group(GroupKey(number, 0), number, 0, rollouts))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -43,7 +43,6 @@ from asyncrl_node.core.publishing import (
 from asyncrl_node.core.transport import TransportTerms
 from asyncrl_node.engines.torch_model import ModelConfig, parameter_shapes
 from asyncrl_node.engines.vllm_engine import vllm_environment
-from asyncrl_node.learner.base import Trainer
 from asyncrl_node.learner.courier import Courier
 from asyncrl_node.learner.process import copies_at_once
 from asyncrl_node.learner.weights import LearnerWeights
@@ -299,15 +298,15 @@ class SamplerRig:
         self._version += 1
         self._flat[:4] = np.frombuffer(np.float32(0.01 * self._version).tobytes(), np.uint8)
         self._courier.wait_until_free()
-        digest = self._weights.publish(self._version, cast(Trainer, self))
+        digest = self._weights.publish(self._version, self)
         scores = self._core.with_canary(canary)
         announced_s = time.monotonic()
         self._courier.announce(self._version, digest, scores)
         return announced_s
 
-    def copy_weights_into(self, buffer: memoryview) -> None:
-        """Be what LearnerWeights needs of a trainer: write the numbers into the buffer."""
-        np.copyto(np.frombuffer(buffer, np.uint8), self._flat)
+    def copy_weights_into(self, area: memoryview) -> None:
+        """Write the version, as a trainer does."""
+        np.copyto(np.frombuffer(area, np.uint8), self._flat)
 
     def updates(self, announced_s: float, within_s: float = _ANSWER_WITHIN_S) -> list[Update]:
         """Wait until every sampler has acknowledged the version announced last."""

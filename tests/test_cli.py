@@ -62,7 +62,7 @@ def examples(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a configuration key's type."""
     if typing.get_origin(kind) is typing.Literal:
         return st.sampled_from(typing.get_args(kind))
-    if isinstance(kind, types.UnionType):
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return st.one_of([examples(part) for part in typing.get_args(kind)])
     if typing.get_origin(kind) is tuple:
         return st.lists(examples(typing.get_args(kind)[0]), max_size=4).map(tuple)
@@ -124,8 +124,9 @@ def test_each_flag_sets_its_own_key(key: Key) -> None:
         tuple[int, ...]: "1,2",
         float | None: "0.125",
     }.get(key.type, "7")
-    if typing.get_origin(key.type) is typing.Literal:
-        example = str(next(v for v in typing.get_args(key.type) if v != key.default))
+    for kind in (key.type, *typing.get_args(key.type)):
+        if typing.get_origin(kind) is typing.Literal:
+            example = str(next(v for v in typing.get_args(kind) if v != key.default))
     default = Config(run_dir="here")
     for flag in key.flags:
         for arguments in ((f"{flag}={example}",), (flag, example)):

@@ -23,6 +23,9 @@ class TrajectoryGroup(NamedTuple):
     """[T] float32, natural log at the sampling temperature; 0.0 where loss_mask is False."""
     policy_versions: Any
     """[T] int32, the weights that sampled each token; -1 where loss_mask is False."""
+    on_older_kv: Any
+    """[T] bool, True where the token may depend on keys and values that weights older than its own
+    have left (sampling.kv_after_update = keep); False where loss_mask is False."""
     rollout_starts: Any
     """[R + 1] int64: rollout r is tokens[rollout_starts[r]:rollout_starts[r + 1]]."""
     rewards: Any

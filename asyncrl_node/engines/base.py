@@ -17,9 +17,10 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 
+FlatHandle = dict[str, str | bytes]
+"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -49,6 +50,9 @@ class Completion(msgspec.Struct, frozen=True):
     policy_versions: list[int]
     """The weights that sampled each token."""
     finish_reason: FinishReason
+    kv_version: int | None = None
+    """The oldest weights whose keys and values a token here may depend on, beside those that
+    sampled it. None: those alone, because the cache is recomputed at every update."""
 
 
 class Engine(Protocol):

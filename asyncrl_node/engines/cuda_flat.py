@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl_node.core.shards import assemble
+from asyncrl_node.engines.base import FlatHandle
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import CudaIpcHandle, WeightsManifest
-from asyncrl_node.transport.cuda_driver import CudaDevice, CudaDriver, load_library
+from asyncrl_node.transport import cuda_driver
+from asyncrl_node.transport.cuda_driver import CudaDevice, CudaDriver
 from asyncrl_node.transport.cuda_ipc import as_tensor, pull_tensors, tensors_hash
 from asyncrl_node.transport.gpu_weights import open_shards
 from asyncrl_node.transport.weights import DeviceArea
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FlatHandle = dict[str, str | bytes]
-"""How vLLM's worker opens the learner's buffer: see `vllm_weights.import_flat`."""
 
 
 class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +91,7 @@ class CudaImport:
         except msgspec.MsgspecError as error:
             raise RunFault("bad_handle", f"not the handle of weight buffers: {error}") from error
         ordinal = torch.cuda.current_device()
-        device = CudaDriver(load_library()).open_device(ordinal)
+        device = CudaDriver(cuda_driver.load_library()).open_device(ordinal)
         return cls(device, place.weights, manifest, place.sampler, on=f"cuda:{ordinal}")
 
     def fetch(self, version: int) -> None:

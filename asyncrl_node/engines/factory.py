@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl_node.config import Config
 from asyncrl_node.engines.base import Engine
 from asyncrl_node.plan import engine_of, max_rollout_tokens, model_folder
+from asyncrl_node.sampling_rules import kv_after_update
 from asyncrl_node.tasks.base import Task
 
 
@@ -34,5 +35,6 @@ def make_engine(config: Config, task: Task) -> Engine:
             cpu=not config.gpus,
             tensor_parallel=config.tensor_parallel or 1,
             kv_cache_memory_bytes=config.sampling.kv_cache_bytes if config.gpus else None,
+            kv_after_update=kv_after_update(config.sampling, name, bool(config.gpus)),
         ),
     )

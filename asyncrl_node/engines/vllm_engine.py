@@ -38,10 +38,10 @@ from asyncrl_node.engines.base import (
     Completion,
     Engine,
     FinishReason,
+    FlatHandle,
     GenerateRequest,
     OwnProcessLoader,
 )
-from asyncrl_node.engines.cuda_flat import FlatHandle
 from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightsManifest
@@ -291,7 +291,11 @@ class VllmEngine(Engine, OwnProcessLoader):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        salt = f"v{self._policy_version}" if self._settings.kv_after_update == "keep" else None
+        # By the time vLLM runs it, an update may have come: what it finds cached, or has half
+        # computed, is of this version then, whatever the first token is stamped with.
+        keeps = self._settings.kv_after_update == "keep"
+        kv_version = self._policy_version if keeps else None
+        salt = f"v{kv_version}" if keeps else None
         prompt = tokens_input(request.prompt_tokens, cache_salt=salt)
         parts: list[Any] = []
         outputs = self._llm.generate(prompt, self._sampling(request), str(request.request_id))
@@ -304,7 +308,7 @@ class VllmEngine(Engine, OwnProcessLoader):
         except EngineDeadError:
             self._fail("engine_failed", "vLLM's engine process ended; see the sampler's log")
         else:
-            completion = self._completion(parts)
+            completion = self._completion(parts, kv_version)
             if completion is not None:
                 return completion
         never: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -332,7 +336,7 @@ class VllmEngine(Engine, OwnProcessLoader):
             stream_interval=request.max_new_tokens + 1,
         )
 
-    def _completion(self, parts: list[Any]) -> Completion | None:
+    def _completion(self, parts: list[Any], kv_version: int | None) -> Completion | None:
         """Join vLLM's outputs; None, and the engine has failed, if they are not sound."""
         tokens = [token for part in parts for token in part.token_ids]
         drawn = [entry for part in parts for entry in part.logprobs or ()]
@@ -350,7 +354,7 @@ class VllmEngine(Engine, OwnProcessLoader):
             story = f"vLLM ended a request by {parts[-1].finish_reason!r}, with versions {spans}"
             self._fail("engine_failed", story)
             return None
-        return Completion(tokens, logprobs, versions, reason)
+        return Completion(tokens, logprobs, versions, reason, kv_version)
 
     async def _abort(self, request_id: int, flight: _Flight) -> None:
         """Ask until it has ended: vLLM forgets an abort that comes before its request does."""

@@ -34,7 +34,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from asyncrl_node.engines.cuda_flat import CudaImport, FlatHandle
+from asyncrl_node.engines.base import FlatHandle
+from asyncrl_node.engines.cuda_flat import CudaImport
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.weights import SharedMemoryImport, weights_hash

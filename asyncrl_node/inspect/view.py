@@ -21,7 +21,7 @@ from asyncrl_node.config import Config
 from asyncrl_node.inspect.advice import time_shares
 from asyncrl_node.inspect.follow import Row
 from asyncrl_node.messages import SamplerStatus, Status
-from asyncrl_node.plan import engine_of, task_of
+from asyncrl_node.plan import engine_of, start_notes, task_of
 from asyncrl_node.run_directory import RunDirectory
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -74,8 +74,10 @@ class PlainView:
         self._directory = directory
 
     def __enter__(self) -> Self:
-        """Say where the run goes."""
+        """Say where the run goes, and what its settings cost."""
         self._say(f"run directory {self._directory.path}")
+        for note in start_notes(self._config):
+            self._say(note)
         return self
 
     def __exit__(
@@ -145,7 +147,9 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self.render)
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
+        """Say what the settings cost and begin to draw."""
+        for note in start_notes(self._config):
+            self._console.print(note, highlight=False)
         self._live.start()
         return self
 

@@ -103,11 +103,7 @@ class LearnerProcess:
         self._probe = self._make_probe()
         overdue_s, terms = config.weights_overdue_s, self._weights.terms
         core = PublishingCore(
-            manifest,
-            overdue_s,
-            self._probe,
-            terms=terms,
-            copies_at_once=copies_at_once(config),
+            manifest, overdue_s, self._probe, terms=terms, copies_at_once=copies_at_once(config)
         )
         self._courier = Courier(core, Path(runtime.sockets_dir), self._weights)
         self._slots = slot_folder(runtime)
@@ -156,7 +152,7 @@ class LearnerProcess:
         if step == self._last_version or not self._train_batch(step):
             return False
         metrics: dict[str, float | None] = dict(self._trainer.finish_step())
-        for population in ("same_version", "stale"):
+        for population in ("same_version", "older_kv", "stale"):
             if not metrics.get(f"mismatch/num_tokens_{population}"):
                 metrics[f"mismatch/kl_{population}"] = None  # a mean over nothing
         metrics.update(self._records.finish_step())

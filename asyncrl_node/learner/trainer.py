@@ -27,7 +27,6 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +56,7 @@ from asyncrl_node.learner.attention import (
 from asyncrl_node.learner.logprobs import head_logprobs
 from asyncrl_node.learner.loss import TokenLoss, importance_sampling_loss, ppo_loss
 from asyncrl_node.learner.parity import ParityGate
+from asyncrl_node.learner.step_sums import StepSums
 from asyncrl_node.messages import WeightEntry
 
 Model = Any
@@ -94,6 +94,8 @@ class _Rollouts(NamedTuple):
     """[T]"""
     policy_versions: npt.NDArray[np.int32]
     """[T]"""
+    on_older_kv: npt.NDArray[np.bool_]
+    """[T]"""
     starts: Int64s
     """[R], first token of each rollout."""
     num_inputs: Int64s
@@ -122,75 +124,10 @@ class _Pack(NamedTuple):
     """[N] float32"""
     policy_versions: Tensor
     """[N] int32"""
+    on_older_kv: Tensor
+    """[N] bool"""
     places: Int64s
     """[N] NumPy, each token's group, by its place among the groups."""
-
-
-@dataclass
-class _StepSums:
-    """What one step's metrics are made of; see Trainer.finish_step."""
-
-    rewards: list[float] = field(default_factory=list)
-    constant_groups: int = 0
-    loss_tokens: int = 0
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    ratio_max: float = 0.0
-    kl_same: float = 0.0
-    tokens_same: int = 0
-    kl_stale: float = 0.0
-    num_updates: int = 0
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
-
-    def add_rewards(self, rewards: list[float]) -> None:
-        """Count a group."""
-        self.rewards += rewards
-        self.constant_groups += len(set(rewards)) == 1
-
-    def add_update(self, grad_norm: float, learning_rate: float) -> None:
-        """Count an optimizer update."""
-        self.num_updates += 1
-        self.grad_norm += grad_norm
-        self.learning_rate = learning_rate
-
-    def add_tokens(
-        self, pack: _Pack, loss: TokenLoss, logprobs: Tensor, entropies: Tensor, same: Tensor
-    ) -> None:
-        """Count a pack's N loss tokens; `same` [N] bool marks those of the weights in use."""
-        log_ratios = (logprobs.detach() - pack.sampler_logprobs).double()
-        kl = torch.expm1(log_ratios) - log_ratios
-        self.loss += float(loss.total.detach())
-        self.entropy += float(entropies.sum())
-        self.clipped += float(loss.num_clipped)
-        self.kl_same += float(kl[same].sum())
-        self.kl_stale += float(kl[~same].sum())
-        self.tokens_same += int(same.sum())
-        self.loss_tokens += len(kl)
-        self.ratio_max = max(self.ratio_max, float(loss.ratio_max))
-
-    def metrics(self) -> dict[str, float]:
-        """Turn sums into means; a mean over nothing is 0."""
-        tokens_stale = self.loss_tokens - self.tokens_same
-        reward_mean = _ratio(sum(self.rewards), len(self.rewards))
-        squares = sum((reward - reward_mean) ** 2 for reward in self.rewards)
-        return {
-            "reward/trained_mean": reward_mean,
-            "reward/trained_std": _ratio(squares, len(self.rewards)) ** 0.5,
-            "reward/num_constant_groups": float(self.constant_groups),
-            "loss/mean": _ratio(self.loss, self.loss_tokens),
-            "grad_norm": _ratio(self.grad_norm, self.num_updates),
-            "learning_rate": self.learning_rate,
-            "ratio/max": self.ratio_max,
-            "ratio/clip_fraction": _ratio(self.clipped, self.loss_tokens),
-            "entropy/mean": _ratio(self.entropy, self.loss_tokens),
-            "tokens/trained": float(self.loss_tokens),
-            "mismatch/kl_same_version": _ratio(self.kl_same, self.tokens_same),
-            "mismatch/num_tokens_same_version": float(self.tokens_same),
-            "mismatch/kl_stale": _ratio(self.kl_stale, tokens_stale),
-            "mismatch/num_tokens_stale": float(tokens_stale),
-        }
 
 
 class Trainer:
@@ -238,7 +175,7 @@ class Trainer:
         self._num_updates = 0
         self._pending: list[TrajectoryGroup] = []
         self._pending_tokens = 0
-        self._sums = _StepSums()
+        self._sums = StepSums()
         self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
         self._parity = ParityGate(config.parity_limit)
@@ -255,10 +192,11 @@ class Trainer:
             self._sums.add_rewards(group.rewards.tolist())
         for pack, has_signal in self._packs(groups):
             loss, logprobs, entropies = self._run(pack, groups, has_signal)
-            same = pack.policy_versions == policy_version
+            same = (pack.policy_versions == policy_version) & ~pack.on_older_kv
             if self._sums.num_updates:
                 same.zero_()
-            self._sums.add_tokens(pack, loss, logprobs, entropies, same)
+            log_ratios = (logprobs.detach() - pack.sampler_logprobs).double()
+            self._sums.add_tokens(loss, log_ratios, entropies, same, pack.on_older_kv)
             self._compare(pack, logprobs, same, groups)
             self._pending_tokens += len(pack.targets)
         self._pending += groups
@@ -301,16 +239,18 @@ class Trainer:
                                          2020, Approximating KL Divergence): r - 1 - log r; over
                                          tokens sampled by the very weights they are trained by,
                                          so only in the step's first update: engine mismatch
+        mismatch/kl_older_kv             the same over tokens that may depend on keys and values
+                                         of weights older than their own (kv_after_update = keep)
         mismatch/kl_stale                the same over all other loss tokens: staleness, and
                                          later substeps
-        mismatch/num_tokens_*            the tokens behind the two; a mean over none is 0
+        mismatch/num_tokens_*            the tokens behind the three; a mean over none is 0
 
         All cover every loss token, also those of constant groups. log r = learner - sampler
         log-probability, by the weights in use when the token was accumulated.
         """
         assert not self._pending, "update() must follow accumulate() before the step ends"
         metrics = self._sums.metrics()
-        self._sums = _StepSums()
+        self._sums = StepSums()
         return metrics
 
     @property
@@ -605,6 +545,7 @@ def _collect(groups: Sequence[TrajectoryGroup], advantages: Sequence[list[float]
         loss_mask=loss_mask,
         sampler_logprobs=np.concatenate([group.sampler_logprobs for group in groups]),
         policy_versions=np.concatenate([group.policy_versions for group in groups]),
+        on_older_kv=np.concatenate([group.on_older_kv for group in groups]),
         starts=starts[kept],
         num_inputs=num_inputs[kept],
         advantages=np.concatenate(advantages)[kept].astype(np.float32),
@@ -635,6 +576,7 @@ def _make_pack(rollouts: _Rollouts, members: Int64s, device: torch.device) -> _P
         sampler_logprobs=tensor(rollouts.sampler_logprobs[scored]),
         advantages=tensor(rollouts.advantages[owner]),
         policy_versions=tensor(rollouts.policy_versions[scored]),
+        on_older_kv=tensor(rollouts.on_older_kv[scored]),
         places=rollouts.places[owner],
     )
 
@@ -652,6 +594,7 @@ def _bare_pack(tokens: Tensor, targets: Tensor, lengths: list[int]) -> _Pack:
         sampler_logprobs=nothing,
         advantages=nothing,
         policy_versions=nothing,
+        on_older_kv=nothing.bool(),
         places=np.zeros(0, np.int64),
     )
 
@@ -684,8 +627,3 @@ def _guard(
 def _name(group: TrajectoryGroup) -> str:
     """Name a group in a story."""
     return f"group {group.group_id} (problem {group.problem})"
-
-
-def _ratio(total: float, count: int) -> float:
-    """Return the mean, 0 over nothing."""
-    return total / count if count else 0.0

@@ -25,7 +25,6 @@ from asyncrl_node.core.transport import (
     WriteTestPattern,
 )
 from asyncrl_node.errors import RunFault
-from asyncrl_node.learner.base import Trainer
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.transport.cuda_driver import CudaDevice, open_own_gpu
 from asyncrl_node.transport.cuda_ipc import SELF_TEST_BYTES, SelfTestExport, as_tensor, refusal
@@ -37,6 +36,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """What has weights to publish: a trainer."""
+
+    def copy_weights_into(self, area: memoryview) -> None:
+        """Write every parameter at its manifest offset."""
+        ...
 
 
 @runtime_checkable
@@ -80,7 +87,7 @@ class LearnerWeights:
 
     # -- versions ----------------------------------------------------------------------------
 
-    def publish(self, version: int, trainer: Trainer) -> int:
+    def publish(self, version: int, trainer: WeightSource) -> int:
         """Write the trainer's weights as `version`, complete; return their hash."""
         area = self.export.begin_write()
         if isinstance(area, memoryview):

@@ -47,6 +47,7 @@ class Rollout:
         self.loss_mask: list[bool] = []
         self.sampler_logprobs: list[float] = []
         self.policy_versions: list[int] = []
+        self.on_older_kv: list[bool] = []
         self.reward = 0.0
         self.timed_out = False
 
@@ -57,6 +58,7 @@ class Rollout:
         self.loss_mask += [False] * count
         self.sampler_logprobs += [0.0] * count
         self.policy_versions += [-1] * count
+        self.on_older_kv += [False] * count
 
     def add_completion(self, completion: Completion) -> None:
         """Append what the policy sampled."""
@@ -64,6 +66,10 @@ class Rollout:
         self.loss_mask += [True] * len(completion.tokens)
         self.sampler_logprobs += completion.logprobs
         self.policy_versions += completion.policy_versions
+        oldest = completion.kv_version
+        self.on_older_kv += [
+            oldest is not None and version > oldest for version in completion.policy_versions
+        ]
 
     def summary(self) -> RolloutSummary:
         """Summarize for the decisions."""
@@ -220,6 +226,7 @@ def build_group(
             [np.asarray(r.sampler_logprobs, np.float32) for r in rollouts]
         ),
         policy_versions=np.concatenate([np.asarray(r.policy_versions, np.int32) for r in rollouts]),
+        on_older_kv=np.concatenate([np.asarray(r.on_older_kv, bool) for r in rollouts]),
         rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=np.asarray([r.reward for r in rollouts], np.float32),
     )

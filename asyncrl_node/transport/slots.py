@@ -41,6 +41,7 @@ _ARRAYS: tuple[tuple[str, str], ...] = (
     ("loss_mask", "|b1"),
     ("sampler_logprobs", "<f4"),
     ("policy_versions", "<i4"),
+    ("on_older_kv", "|b1"),
     ("rollout_starts", "<i8"),
     ("rewards", "<f4"),
 )
@@ -73,8 +74,11 @@ def _aligned(offset: int) -> int:
 
 
 def slot_bytes(group_size: int, max_rollout_tokens: int) -> int:
-    """Bytes that the largest group can need: tokens 4, mask 1, logprob 4, version 4 per token."""
-    per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS[:4])
+    """Bytes that the largest group can need.
+
+    Per token: 4 for the token, 1 for the mask, 4 each for logprob and version, 1 for the KV mark.
+    """
+    per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS[:5])
     per_rollout = max_rollout_tokens * per_token + 8 + 4
     overhead = 4096 + _ALIGN * len(_ARRAYS)
     page = mmap.PAGESIZE

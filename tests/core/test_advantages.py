@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_node.core.advantages import group_advantages
+from asyncrl_node.core.advantages import group_advantages, token_advantages, turn_advantages
 
 REWARDS = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16)
-KINDS = st.sampled_from(["mean", "mean_std"])
+ALL_KINDS = ["mean", "mean_std", "leave_one_out", "mean_normalised"]
+KINDS = st.sampled_from(ALL_KINDS)
 
 
 @given(REWARDS)
@@ -27,6 +28,37 @@ def test_mean_std_divides_by_the_population_deviation(rewards):
     variance = float(sum((Fraction(r) - mean) ** 2 for r in rewards) / len(rewards))
     exact = [float(Fraction(r) - mean) / (variance**0.5 + 1e-4) for r in rewards]
     assert group_advantages(rewards, "mean_std") == pytest.approx(exact, rel=1e-9, abs=1e-9)
+
+
+@given(REWARDS)
+def test_leave_one_out_compares_with_the_mean_of_the_others(rewards):
+    if len(rewards) == 1:
+        assert group_advantages(rewards, "leave_one_out") == [0.0]
+        return
+    exact = []
+    for place, reward in enumerate(rewards):
+        others = rewards[:place] + rewards[place + 1 :]
+        exact.append(float(Fraction(reward) - sum(map(Fraction, others)) / len(others)))
+    assert group_advantages(rewards, "leave_one_out") == pytest.approx(exact, abs=1e-11)
+
+
+@given(REWARDS)
+def test_mean_normalised_divides_by_the_mean_size_of_a_reward(rewards):
+    mean = sum(map(Fraction, rewards)) / len(rewards)
+    size = sum(abs(Fraction(reward)) for reward in rewards) / len(rewards)
+    exact = [float((Fraction(r) - mean) / size) if size else 0.0 for r in rewards]
+    if len(set(rewards)) == 1:
+        exact = [0.0] * len(rewards)
+    assert group_advantages(rewards, "mean_normalised") == pytest.approx(exact, rel=1e-9, abs=1e-9)
+
+
+@given(st.integers(1, 15))
+def test_mean_normalised_of_successes_is_the_gradient_of_the_log_success_rate(successes):
+    """sum of A_i g_i = sum over successes g_i / p - sum over all g_i, for any g."""
+    rewards = [1.0] * successes + [0.0] * (16 - successes)
+    rate = successes / 16
+    expected = [1 / rate - 1] * successes + [-1.0] * (16 - successes)
+    assert group_advantages(rewards, "mean_normalised") == pytest.approx(expected)
 
 
 @given(REWARDS, KINDS)
@@ -56,7 +88,7 @@ def test_equal_rewards_whose_mean_is_another_float_give_exact_zeros():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e39])
-@pytest.mark.parametrize("kind", ["mean", "mean_std"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_reward_that_is_no_finite_float32_is_refused_by_place(bad, kind):
     with pytest.raises(ValueError, match="reward 1 of 3 is"):
         group_advantages([0.0, bad, 1.0], kind)
@@ -65,3 +97,79 @@ def test_a_reward_that_is_no_finite_float32_is_refused_by_place(bad, kind):
 def test_the_largest_float32_rewards_stay_finite():
     largest = 3.4028234663852886e38
     assert group_advantages([largest, -largest]) == pytest.approx([1.0, -1.0])
+
+
+# -- credit per turn -----------------------------------------------------------------------------
+
+QUARTERS = st.integers(-40, 40).map(lambda quarters: quarters / 4)
+"""Their discounted sums are exact in any order, so equal returns are equal in both versions."""
+TURNS = st.lists(st.lists(QUARTERS, min_size=0, max_size=4), min_size=1, max_size=6)
+
+
+def turn_oracle(turn_rewards, kind, discount):
+    """One turn of one rollout at a time, each return written out."""
+
+    def value(rewards, turn):
+        return sum(discount ** (k - turn) * rewards[k] for k in range(turn, len(rewards)))
+
+    result = []
+    for rewards in turn_rewards:
+        mine = []
+        for turn in range(len(rewards)):
+            reached = [other for other in turn_rewards if len(other) > turn]
+            values = [value(other, turn) for other in reached]
+            place = next(p for p, other in enumerate(reached) if other is rewards)
+            mine.append(group_advantages(values, kind)[place])
+        result.append(mine)
+    return result
+
+
+@given(TURNS, KINDS, st.sampled_from([0.0, 0.5, 1.0]))
+def test_turns_are_compared_with_the_same_turn_of_the_siblings(turn_rewards, kind, discount):
+    turn_rewards = [list(rewards) for rewards in turn_rewards]
+    ours = turn_advantages(turn_rewards, kind, discount)
+    for mine, theirs in zip(ours, turn_oracle(turn_rewards, kind, discount), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-12, abs=1e-12)
+
+
+@given(REWARDS, KINDS)
+def test_one_turn_each_is_the_group_advantage(rewards, kind):
+    turns = turn_advantages([[reward] for reward in rewards], kind)
+    assert [advantage for (advantage,) in turns] == group_advantages(rewards, kind)
+
+
+def test_credit_goes_to_the_turns_before_the_reward_and_to_none_after():
+    late, early = [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]
+    assert turn_advantages([late, early, [0.0, 0.0]], "mean") == [
+        [pytest.approx(1 / 3), pytest.approx(2 / 3), 0.0],
+        [pytest.approx(1 / 3), pytest.approx(-1 / 3), 0.0],
+        [pytest.approx(-2 / 3), pytest.approx(-1 / 3)],
+    ]
+
+
+def test_a_turn_that_one_rollout_reached_alone_moves_nothing():
+    assert turn_advantages([[0.0, 5.0], [1.0]], "mean") == [[2.0, 0.0], [-2.0]]
+
+
+def test_rollouts_without_turns():
+    assert turn_advantages([]) == []
+    assert turn_advantages([[], []]) == [[], []]
+
+
+def test_a_turn_reward_that_is_not_finite_is_refused():
+    with pytest.raises(ValueError, match="reward 1 of 2 is nan"):
+        turn_advantages([[0.0, 1.0], [float("nan")]])
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.integers(0, 4)), max_size=5))
+def test_a_turns_advantage_is_each_of_its_tokens(turns):
+    advantages = [advantage for advantage, _ in turns]
+    num_tokens = [count for _, count in turns]
+    tokens = token_advantages(advantages, num_tokens)
+    assert len(tokens) == sum(num_tokens)
+    assert tokens == [a for a, n in turns for a in [a] * n]
+
+
+def test_as_many_advantages_as_turns():
+    with pytest.raises(ValueError, match="zip"):
+        token_advantages([1.0], [2, 3])

@@ -31,6 +31,7 @@ def make_group(group: int, rollouts: list[list[int]]) -> TrajectoryGroup:
         loss_mask=versions >= 0,
         sampler_logprobs=np.zeros(len(versions), np.float32),
         policy_versions=versions,
+        on_older_kv=np.zeros(len(versions), bool),
         rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=np.arange(len(rollouts), dtype=np.float32) / 2,
     )

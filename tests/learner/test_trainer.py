@@ -90,6 +90,7 @@ def make_group(group_id, masks, rewards, seed=0, version=VERSION):
         loss_mask=mask,
         sampler_logprobs=np.where(mask, logprobs, 0).astype(np.float32),
         policy_versions=np.where(mask, version, -1).astype(np.int32),
+        on_older_kv=np.zeros(len(mask), bool),
         rollout_starts=np.cumsum([0] + [len(rollout) for rollout in masks]),
         rewards=np.array(rewards, np.float32),
     )
@@ -260,6 +261,8 @@ def test_metrics_cover_every_loss_token(model_dir):
             "mismatch/num_tokens_same_version": same.sum(),
             "mismatch/kl_stale": kl[~same].mean(),
             "mismatch/num_tokens_stale": 5,
+            "mismatch/kl_older_kv": 0,
+            "mismatch/num_tokens_older_kv": 0,
         },
         rel=1e-4,
     )
@@ -276,6 +279,31 @@ def test_after_the_first_substep_no_token_counts_as_same_version(model_dir):
     first = sum(int(group.loss_mask.sum()) for group in groups[:2])
     assert metrics["mismatch/num_tokens_same_version"] == first
     assert metrics["mismatch/num_tokens_stale"] == metrics["tokens/trained"] - first
+
+
+def test_tokens_on_older_kv_are_counted_apart(model_dir):
+    """Of both groups the last two loss tokens of each rollout: one group is stale, one is not."""
+    groups = [
+        make_group(0, [[0, 1, 1, 1], [0, 0, 1, 1]], [1, 0]),
+        make_group(1, [[0, 1, 1, 1], [0, 0, 1, 1]], [1, 0], version=VERSION - 1),
+    ]
+    older = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)
+    groups = [group._replace(on_older_kv=older) for group in groups]
+    trainer = Trainer(CONFIG, model_dir, 1.0, seed=0)
+    trainer.accumulate(groups, VERSION)
+    trainer.update()
+    metrics = trainer.finish_step()
+    oracle = Oracle(model_dir, groups, CONFIG)
+    kl, same = np.exp(oracle.log_ratios) - 1 - oracle.log_ratios, np.array(oracle.same)
+    marked = np.concatenate([group.on_older_kv[group.loss_mask] for group in groups])
+    assert same.sum() == 5
+    for name, population in (
+        ("same_version", same & ~marked),
+        ("older_kv", marked),
+        ("stale", ~same & ~marked),
+    ):
+        assert metrics[f"mismatch/num_tokens_{name}"] == population.sum() > 0
+        assert metrics[f"mismatch/kl_{name}"] == pytest.approx(kl[population].mean(), rel=1e-4)
 
 
 def test_a_new_step_starts_from_nothing(model_dir):

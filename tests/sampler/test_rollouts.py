@@ -167,6 +167,32 @@ def test_cancelling_a_rollout_aborts_its_generation() -> None:
     assert len(engine.aborts) == 1
 
 
+def test_tokens_on_older_keys_and_values_are_marked_generation_by_generation() -> None:
+    """Under `keep`, as three turns: an update inside, one between, one before the first token.
+
+    A new generation finds no older cache: its salt is the version it was submitted under.
+    """
+    rollout = Rollout()
+    rollout.add_prompt([1, 2])
+    rollout.add_completion(Completion([7] * 4, [-1.0] * 4, [3, 3, 4, 5], "length", kv_version=3))
+    rollout.add_prompt([1])
+    rollout.add_completion(Completion([7] * 2, [-1.0] * 2, [6, 6], "length", kv_version=6))
+    rollout.add_prompt([1])
+    rollout.add_completion(Completion([7] * 3, [-1.0] * 3, [7, 7, 8], "length", kv_version=6))
+    marks = [[0, 0], [0, 0, 1, 1], [0], [0, 0], [0], [1, 1, 1]]
+    assert rollout.on_older_kv == [bool(mark) for part in marks for mark in part]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=[rollout, rollout])
+    assert group.on_older_kv.tolist() == rollout.on_older_kv * 2
+    assert not group.on_older_kv[~group.loss_mask].any()
+
+
+def test_without_kept_caches_no_token_is_marked() -> None:
+    rollout = Rollout()
+    rollout.add_prompt([1])
+    rollout.add_completion(Completion([7] * 3, [-1.0] * 3, [3, 4, 5], "length"))
+    assert rollout.on_older_kv == [False] * 4
+
+
 def test_a_group_is_laid_out_back_to_back() -> None:
     rollouts = [run(ScriptedEngine(), TurnEnvironment(turns=t, reward=t)) for t in (1, 2)]
     group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=rollouts)

@@ -28,6 +28,7 @@ ARRAYS = (
     "loss_mask",
     "sampler_logprobs",
     "policy_versions",
+    "on_older_kv",
     "rollout_starts",
     "rewards",
 )
@@ -49,6 +50,7 @@ def make_group(lengths: list[int], seed: int = 0, group_id: int = 7) -> Trajecto
         loss_mask=mask,
         sampler_logprobs=np.where(mask, -random.random(total), 0.0).astype(np.float32),
         policy_versions=np.where(mask, random.integers(0, 1 << 31, total), -1).astype(np.int32),
+        on_older_kv=mask & (random.random(total) < 0.5),
         rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=random.normal(size=len(lengths)).astype(np.float32),
     )
@@ -236,7 +238,7 @@ def test_a_group_larger_than_its_slot_is_a_named_fault_and_writes_nothing(
 ) -> None:
     slots.reserve(KEY)
     with pytest.raises(RunFault, match="needs") as caught:
-        slots.write_group(KEY, make_group([slots.slot_bytes // 13 + 1]))
+        slots.write_group(KEY, make_group([slots.slot_bytes // 14 + 1]))
     assert caught.value.name == "slot_overflow"
     assert not any(slots.path(KEY).read_bytes())
     assert slots.path(KEY).stat().st_size == slots.slot_bytes
@@ -301,7 +303,7 @@ def forge(slots: SlotFolder, header: bytes, header_bytes: int | None = None) -> 
 
 def honest_places() -> list[ArrayPlace]:
     lengths = {"rollout_starts": 2, "rewards": 1}
-    dtypes = ("<i4", "|b1", "<f4", "<i4", "<i8", "<f4")
+    dtypes = ("<i4", "|b1", "<f4", "<i4", "|b1", "<i8", "<f4")
     return [
         ArrayPlace(name, dtype, lengths.get(name, 4), 1024 + 64 * number)
         for number, (name, dtype) in enumerate(zip(ARRAYS, dtypes, strict=True))

@@ -1,0 +1,111 @@
+"""Losses and advantages by name, and a user's own function from a file.
+
+A name is looked up; anything with a colon is `path/to/file.py:function`. The file is Python that
+the user wrote and asked for, run in the learner's process:
+
+    def my_loss(tokens, settings):                       # LossInput, LossSettings
+        ratios = torch.exp(tokens.logprobs - tokens.sampler_logprobs)
+        return token_loss(-ratios * tokens.advantages, ratios > 9, ratios)
+
+    def my_advantage(rewards):                           # R rewards of a group -> R advantages
+        return [reward - max(rewards) for reward in rewards]
+
+A loss's module, and torch with it, is imported only when that loss is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
+from asyncrl_node.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl_node.learner.losses.base import Loss
+
+LOSSES = {
+    "importance_sampling": "policy",
+    "ppo": "policy",
+    "cispo": "policy",
+    "gspo": "policy",
+    "decoupled_ppo": "off_policy",
+    "a3po": "off_policy",
+    "m2po": "off_policy",
+}
+"""Which module of this package has which loss."""
+
+
+def load_loss(spec: str, key: str = "learner.loss") -> Loss:
+    """Find a loss by name or as `path/to/file.py:function`.
+
+    Raises: ConfigError for an unknown name, or a file or function that cannot be used.
+    """
+    if spec in LOSSES:
+        module = importlib.import_module(f"{__package__}.{LOSSES[spec]}")
+        return cast("Loss", getattr(module, spec))
+    return cast("Loss", _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
+
+
+def load_advantage(spec: str, key: str = "learner.advantage") -> GroupAdvantage:
+    """Find an advantage by name or as `path/to/file.py:function`.
+
+    The function returned raises ValueError where a user's function does not return one finite
+    number per reward.
+
+    Raises: ConfigError for an unknown name, or a file or function that cannot be used.
+    """
+    kinds = get_args(AdvantageKind)
+    if spec in kinds:
+        return partial(group_advantages, kind=cast(AdvantageKind, spec))
+    function = cast(GroupAdvantage, _load_function(spec, key, kinds, ("rewards",)))
+
+    def checked(rewards: Sequence[float]) -> list[float]:
+        advantages = list(map(float, function(rewards)))
+        if len(advantages) != len(rewards) or not all(map(isfinite, advantages)):
+            raise ValueError(f"{spec} returned {advantages} for {len(rewards)} rewards")
+        return advantages
+
+    return checked
+
+
+def _load_function(
+    spec: str, key: str, names: Sequence[str], parameters: tuple[str, ...]
+) -> Callable[..., Any]:
+    """Import a file and return its function that takes `parameters`.
+
+    Raises: ConfigError, on one line, for whatever is wrong with it.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        rule = f"must be one of {', '.join(names)}, or path/to/file.py:function"
+        raise ConfigError(key, rule, spec)
+    if not Path(path).is_file():
+        raise ConfigError(key, "must name a file that exists", spec)
+    module_name = f"asyncrl_user_{Path(path).stem}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses look their module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        rule = f"must name a file that imports without {type(error).__name__}: {error}"
+        raise ConfigError(key, rule, spec) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(key, f"must name a function of that file, which has no {name}()", spec)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        rule = f"must name a function that takes ({', '.join(parameters)})"
+        raise ConfigError(key, rule, spec) from error
+    return cast(Callable[..., Any], function)

@@ -1,0 +1,378 @@
+"""Every token loss against slow float64 oracles; gradients, signs, and what holds for all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asyncrl_node.core.advantages import group_advantages
+from asyncrl_node.learner.loss import importance_sampling_loss, ppo_loss
+from asyncrl_node.learner.losses.base import LossInput, needs_of
+from asyncrl_node.learner.losses.corrections import correct_weights
+from asyncrl_node.learner.losses.off_policy import m2po_limit
+from asyncrl_node.learner.losses.registry import LOSSES, load_loss
+from asyncrl_node.learner.losses.settings import RECIPES, LossSettings
+from tests.learner import oracles
+from tests.learner.oracles import ORACLES, Case, random_case
+
+LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
+SEEDS = st.integers(0, 10_000)
+SETTINGS = st.builds(
+    LossSettings,
+    clip_low=st.sampled_from([0.1, 0.2, 0.4]),
+    clip_high=st.sampled_from([0.1, 0.28, 0.6]),
+    dual_clip=st.sampled_from([None, 2.0, 3.0]),
+    ratio_cap=st.sampled_from([1.2, 2.0, 5.0]),
+    ratio_floor=st.sampled_from([0.0, 0.8]),
+    weight_correction=st.sampled_from(["none", "truncate", "mask"]),
+    weight_low=st.sampled_from([0.0, 0.9]),
+    weight_high=st.sampled_from([1.1, 2.0]),
+)
+ALL = pytest.mark.parametrize("name", sorted(LOSSES))
+
+
+def run(name, tokens: LossInput, loss_settings):
+    """Losses, gradient of their sum, and the whole result."""
+    result = load_loss(name)(tokens, loss_settings)
+    (grad,) = torch.autograd.grad(result.losses.sum(), tokens.logprobs)
+    return result.losses.detach(), grad, result
+
+
+def test_every_loss_has_an_oracle():
+    assert set(ORACLES) == set(LOSSES)
+
+
+@ALL
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, per_token=st.booleans(), chosen=SETTINGS)
+def test_values_and_gradients_equal_the_oracle(name, lengths, seed, per_token, chosen):
+    case = random_case(lengths, seed, per_token=per_token, settings=chosen)
+    losses, grad, result = run(name, case.tensors(), chosen)
+    expected = ORACLES[name](case, case.new, case.new)
+    np.testing.assert_allclose(losses.numpy(), expected, rtol=1e-12, atol=1e-12)
+    oracles.assert_gradient(grad.numpy(), case, ORACLES[name])
+    assert int(result.num_clipped) <= len(losses)
+    ratios = np.exp(case.new - case.old)
+    assert float(result.ratio_max) == pytest.approx(max(ratios, default=0.0), rel=1e-12)
+
+
+@ALL
+@settings(max_examples=10, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_single_precision_is_enough(name, lengths, seed):
+    case = random_case(lengths, seed)
+    losses, _, _ = run(name, case.tensors(torch.float32), case.settings)
+    expected = ORACLES[name](case, case.new, case.new)
+    np.testing.assert_allclose(losses.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "decoupled_ppo", "m2po"])
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_gradcheck_away_from_the_kinks(name, dual_clip):
+    """The losses that take no value "without gradient" from the point itself."""
+    chosen = LossSettings(dual_clip=dual_clip)
+    case = random_case([4, 0, 7, 3], 11, settings=chosen)
+    tokens = case.tensors()
+
+    def losses(logprobs):
+        return load_loss(name)(replace(tokens, logprobs=logprobs), chosen).losses
+
+    assert torch.autograd.gradcheck(losses, (tokens.logprobs,), eps=1e-7, atol=1e-6)
+
+
+@ALL
+@pytest.mark.parametrize("dual_clip", [None, 1.3])
+@pytest.mark.parametrize("correction", ["none", "mask"])
+def test_tokens_without_gradient_are_counted(name, dual_clip, correction):
+    """num_clipped is exactly the tokens with a signal that do not move; for cispo, those cut."""
+    chosen = LossSettings(
+        dual_clip=dual_clip, weight_correction=correction, weight_low=0.9, weight_high=1.1
+    )
+    case = random_case([2] * 35, 5, settings=chosen)
+    case.advantages[:] = np.where(np.arange(70) % 2, 1.0, -1.0)
+    _, grad, result = run(name, case.tensors(), chosen)
+    if name == "cispo":
+        expected = int((np.exp(case.new - case.old) > chosen.ratio_cap).sum())
+    else:
+        expected = int((grad == 0).sum())
+    assert int(result.num_clipped) == expected
+    assert expected > 0 or name == "importance_sampling"
+
+
+def test_a_truncated_weight_is_counted():
+    chosen = LossSettings(weight_low=0.9, weight_high=1.1, clip_low=1.0, clip_high=1e9)
+    case = random_case([2] * 35, 5, settings=chosen)
+    weights = np.exp(case.proximal - case.old)
+    _, grad, result = run("decoupled_ppo", case.tensors(), chosen)
+    assert int(result.num_clipped) == int(((weights < 0.9) | (weights > 1.1)).sum()) > 0
+    assert bool((grad[torch.tensor(case.advantages) != 0] != 0).all())
+
+
+# -- what holds for all --------------------------------------------------------------------------
+
+
+@ALL
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_on_policy_every_loss_is_the_policy_gradient(name, lengths, seed):
+    case = random_case(lengths, seed, spread=0.0)
+    case.staleness[:] = 0
+    _, grad, result = run(name, case.tensors(), case.settings)
+    np.testing.assert_allclose(grad.numpy(), -case.advantages, atol=1e-12)
+    assert int(result.num_clipped) == 0
+
+
+@ALL
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, reward=st.floats(-3, 3))
+def test_equal_rewards_move_nothing(name, lengths, seed, reward):
+    case = random_case(lengths, seed)
+    case.advantages = np.repeat(group_advantages([reward] * len(lengths)), lengths)
+    losses, grad, _ = run(name, case.tensors(), case.settings)
+    assert not losses.any()
+    assert not grad.any()
+
+
+@ALL
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, cut=st.integers(0, 6))
+def test_cutting_between_rollouts_changes_nothing(name, lengths, seed, cut):
+    case = random_case(lengths, seed)
+    whole = ORACLES[name](case, case.new, case.new)
+    parts, clipped = [], 0
+    for first, last in ((0, cut), (cut, len(lengths))):
+        part = rollouts_of(case, range(first, min(last, len(lengths))))
+        losses, _, result = run(name, part.tensors(), part.settings)
+        parts += losses.tolist()
+        clipped += int(result.num_clipped)
+    np.testing.assert_allclose(parts, whole, rtol=1e-12, atol=1e-12)
+    assert clipped == int(load_loss(name)(case.tensors(), case.settings).num_clipped)
+
+
+@ALL
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_the_order_of_rollouts_does_not_matter(name, lengths, seed):
+    case = random_case(lengths, seed)
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    losses, _, _ = run(name, rollouts_of(case, order).tensors(), case.settings)
+    whole = np.array(ORACLES[name](case, case.new, case.new))
+    np.testing.assert_allclose(losses.numpy(), whole[token_order(case, order)], atol=1e-12)
+
+
+@ALL
+def test_no_tokens_are_no_loss(name):
+    case = random_case([0, 0], 0)
+    losses, grad, result = run(name, case.tensors(), case.settings)
+    assert losses.shape == grad.shape == (0,)
+    assert (int(result.num_clipped), float(result.ratio_max)) == (0, 0.0)
+
+
+@ALL
+@pytest.mark.parametrize("field", ["logprobs", "sampler_logprobs", "advantages"])
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+def test_a_value_that_is_not_finite_is_never_hidden(name, field, correction):
+    """Neither a clip nor a mask may swallow it: the guard looks at losses and ratios."""
+    tokens = random_case([3, 2], 1).tensors()
+    broken = getattr(tokens, field).detach().clone()
+    broken[1] = math.nan
+    chosen = LossSettings(weight_correction=correction)
+    result = load_loss(name)(replace(tokens, **{field: broken}), chosen)
+    assert torch.isnan(result.losses[1])
+
+
+@ALL
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_descent_moves_a_token_the_way_its_advantage_says(name, advantage):
+    """Near the sampler, where nothing is clipped, a good token goes up and a bad one down."""
+    case = random_case([20], 2, spread=0.01)
+    case.advantages[:] = advantage
+    _, grad, _ = run(name, case.tensors(), case.settings)
+    assert (torch.sign(-grad) == advantage).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "moves"),
+    [
+        ("ppo", 1.19, 1.0, True),
+        ("ppo", 1.21, 1.0, False),
+        ("ppo", 0.79, -1.0, False),
+        ("ppo", 9.0, -1.0, True),
+        ("importance_sampling", 9.0, 1.0, True),
+        ("cispo", 9.0, 1.0, True),
+        ("gspo", 1.21, 1.0, False),
+        ("a3po", 1.21, 1.0, True),  # 4 steps stale: trusted up to 1.2 ** 4
+        ("a3po", 1.2**4 + 0.01, 1.0, False),
+        ("a3po", 0.8**4 - 0.01, -1.0, False),
+        ("m2po", math.exp(0.34), 1.0, True),
+        ("m2po", math.exp(0.36), 1.0, False),
+        ("m2po", math.exp(-0.36), -1.0, False),
+        ("m2po", math.exp(-0.36), 1.0, True),
+    ],
+)
+def test_where_the_trust_region_ends(name, ratio, advantage, moves):
+    case = Case(
+        lengths=[1],
+        new=np.log([ratio]),
+        old=np.zeros(1),
+        advantages=np.array([advantage]),
+        staleness=np.array([4]),
+        proximal=np.zeros(1),
+    )
+    _, grad, result = run(name, case.tensors(), case.settings)
+    assert bool(grad[0]) == moves
+    if moves:
+        assert float(torch.sign(-grad[0])) == advantage
+    if name != "cispo":
+        assert bool(result.num_clipped) != moves
+
+
+# -- one by one ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, chosen=SETTINGS)
+def test_gspo_is_the_papers_sequence_loss_where_rollouts_count_the_same(lengths, seed, chosen):
+    case = random_case(lengths, seed, settings=chosen)
+    weights = np.repeat([1.0 / max(1, n) for n in lengths], lengths)
+    tokens = case.tensors()
+    result = load_loss("gspo")(tokens, chosen)
+    total = (result.losses * torch.tensor(weights)).sum()
+    (grad,) = torch.autograd.grad(total, tokens.logprobs)
+    assert float(total.detach()) == pytest.approx(
+        sum(oracles.gspo_sequence(case, case.new, case.new))
+    )
+    oracles.assert_gradient(grad.numpy(), case, oracles.gspo_sequence)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_a3po_of_fresh_tokens_is_ppo_and_of_stale_ones_is_decoupled_ppo(lengths, seed):
+    case = random_case(lengths, seed)
+    case.staleness[:] = np.random.default_rng(seed).integers(0, 2, len(case.new))
+    ours, theirs = (run(name, case.tensors(), case.settings) for name in ("a3po", "ppo"))
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    case.staleness[:] = 4
+    case.proximal = case.old + 0.75 * (case.new - case.old)
+    ours, theirs = (run(name, case.tensors(), case.settings) for name in ("a3po", "decoupled_ppo"))
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_decoupled_ppo_in_the_first_update_of_a_step_is_weighted_and_never_clipped():
+    case = random_case([40], 3, spread=0.8, settings=LossSettings(weight_high=1e9))
+    case.proximal = case.new.copy()
+    ours, theirs = (run(n, case.tensors(), case.settings) for n in ("decoupled_ppo", "cispo"))
+    plain = run("importance_sampling", case.tensors(), case.settings)
+    torch.testing.assert_close(ours[1], plain[1])
+    assert int(ours[2].num_clipped) == 0 < int(theirs[2].num_clipped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS, budget=st.sampled_from([1e-4, 0.01, 0.04, 0.2]))
+def test_m2po_limit_equals_bisection(lengths, seed, budget):
+    case = random_case(lengths, seed, per_token=True)
+    tokens = case.tensors()
+    log_ratios = (tokens.logprobs - tokens.sampler_logprobs).detach()
+    limit = m2po_limit(log_ratios, tokens.advantages, budget)
+    assert limit == pytest.approx(oracles.m2po_limit(case, budget), rel=1e-9)
+    order = torch.randperm(len(log_ratios))
+    assert m2po_limit(log_ratios[order], tokens.advantages[order], budget) == pytest.approx(limit)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_m2po_keeps_the_second_moment_within_the_budget(lengths, seed):
+    case = random_case(lengths, seed, spread=1.0)
+    log_ratios = torch.tensor(case.new - case.old)
+    advantages = torch.tensor(case.advantages)
+    limit = m2po_limit(log_ratios, advantages, 0.04)
+    assume(math.isfinite(limit))
+    pushing = log_ratios * advantages.sign() > 0
+    moments = log_ratios[pushing].abs().clamp(max=limit).square()
+    assert float(moments.mean()) == pytest.approx(0.04)
+    case.limit = limit
+    case.settings = LossSettings(clip_low=0.0, clip_high=0.0)
+    _, grad, _ = run("m2po", case.tensors(), case.settings)
+    signal = advantages != 0
+    beyond = pushing & (log_ratios.abs() > limit * (1 + 1e-9))
+    torch.testing.assert_close((grad == 0) & signal, beyond)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.49, 0.5, 1.0, 5.0, 5.1, 400.0])
+def test_corrections(weight):
+    weights = torch.tensor([weight])
+    bounds = {"weight_low": 0.5, "weight_high": 5.0}
+
+    def corrected(kind):
+        return float(correct_weights(weights, LossSettings(weight_correction=kind, **bounds)))
+
+    assert corrected("none") == pytest.approx(weight)
+    assert corrected("truncate") == pytest.approx(min(max(weight, 0.5), 5.0))
+    assert corrected("mask") == pytest.approx(weight if 0.5 <= weight <= 5.0 else 0.0)
+
+
+def test_who_needs_what():
+    needs = {name: set(needs_of(load_loss(name))) for name in LOSSES}
+    some = {name: names for name, names in needs.items() if names}
+    assert some == {"decoupled_ppo": {"proximal_logprobs"}, "m2po": {"log_ratio_limit"}}
+
+
+@pytest.mark.parametrize("name", ["decoupled_ppo", "m2po"])
+def test_what_is_needed_and_missing_is_named(name):
+    (need,) = needs_of(load_loss(name))
+    tokens = replace(random_case([2], 0).tensors(), **{need: None})
+    with pytest.raises(ValueError, match=f"needs {need}"):
+        load_loss(name)(tokens, LossSettings())
+
+
+def test_recipes_are_known_losses_with_the_papers_numbers():
+    assert {recipe.loss for recipe in RECIPES.values()} <= set(LOSSES)
+    assert RECIPES["dapo"].settings.clip_high == 0.28
+    assert RECIPES["dapo"].aggregation == "token_mean"
+    assert (RECIPES["dr_grpo"].aggregation, RECIPES["dr_grpo"].advantage) == ("constant", "mean")
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_the_trainers_present_losses_are_these_summed(lengths, seed):
+    case = random_case(lengths, seed)
+    tokens = case.tensors(torch.float32)
+    three = (tokens.logprobs, tokens.sampler_logprobs, tokens.advantages)
+    for ours, theirs in (
+        (load_loss("ppo")(tokens, case.settings), ppo_loss(*three, 0.2, 0.2)),
+        (load_loss("importance_sampling")(tokens, case.settings), importance_sampling_loss(*three)),
+    ):
+        assert float(ours.losses.detach().sum()) == float(theirs.total.detach())
+        assert int(ours.num_clipped) == int(theirs.num_clipped)
+        assert float(ours.ratio_max) == float(theirs.ratio_max)
+
+
+# -- pieces of cases -----------------------------------------------------------------------------
+
+
+def token_order(case, rollouts):
+    """Places of the tokens of `rollouts`, in that order."""
+    ends = np.cumsum(case.lengths)
+    pieces = [np.arange(ends[r] - case.lengths[r], ends[r]) for r in rollouts]
+    return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int64)
+
+
+def rollouts_of(case, rollouts):
+    places = token_order(case, rollouts)
+    return replace(
+        case,
+        lengths=[case.lengths[r] for r in rollouts],
+        new=case.new[places],
+        old=case.old[places],
+        advantages=case.advantages[places],
+        staleness=case.staleness[places],
+        proximal=case.proximal[places],
+    )
