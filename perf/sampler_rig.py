@@ -12,6 +12,7 @@ the pacing. Waits: for messages of the samplers, ended by them, by one that exit
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 import sys
@@ -32,6 +33,7 @@ from safetensors.numpy import load_file, save_file
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import encode_config
 from asyncrl_node.core.layout import layout_weights
+from asyncrl_node.core.probe import Probe, canary_tokens
 from asyncrl_node.core.publishing import (
     AtFault,
     PublishingCore,
@@ -60,7 +62,7 @@ from asyncrl_node.messages import (
     WeightsLoaded,
     WeightsManifest,
 )
-from asyncrl_node.plan import engine_of, run_slot_bytes, task_of
+from asyncrl_node.plan import engine_of, max_rollout_tokens, run_slot_bytes, task_of
 from asyncrl_node.run_directory import RunDirectory, new_runtime, slot_folder, sweep, weights_path
 from asyncrl_node.supervisor import Child
 from asyncrl_node.transport.channel import Peer, Router, endpoint
@@ -96,6 +98,7 @@ RANDOM_PROMPTS = f"{Path(__file__).parent / 'random_prompts.py'}:RandomPrompts"
 _START_WITHIN_S = 300.0
 _ANSWER_WITHIN_S = 600.0
 _STOOD_STILL = re.compile(r"version (\d+): stood still for ([0-9.]+) s")
+_CANARY = re.compile(r"version (\d+): ([0-9.]+) s for the canary")
 
 
 class Update(NamedTuple):
@@ -124,12 +127,29 @@ class Sampled(NamedTuple):
 
 
 class TimedCore(PublishingCore):
-    """The learner's real decisions; notes when each message of a transaction was dealt with."""
+    """The learner's real decisions; notes when each message of a transaction was dealt with.
+
+    `with_canary` says whether the samplers score it; without a trainer there is nothing to compare
+    it with, so every answer passes.
+    """
 
     def __init__(self, manifest: WeightsManifest, config: Config, terms: TransportTerms) -> None:
-        overdue_s = config.weights_overdue_s
-        super().__init__(manifest, overdue_s, terms=terms, copies_at_once=copies_at_once(config))
+        tokens = canary_tokens(
+            _vocab_size(manifest), max_rollout_tokens(config, task_of(config)) - 1
+        )
+        super().__init__(
+            manifest,
+            config.weights_overdue_s,
+            terms=terms,
+            copies_at_once=copies_at_once(config),
+        )
+        self._canary = Probe(tokens, math.inf)
         self.seen: queue.SimpleQueue[tuple[PublishingEvent | AtFault, float]] = queue.SimpleQueue()
+
+    def with_canary(self, wanted: bool) -> tuple[float, ...]:
+        """Set whether the next versions are probed; return what the learner would have scored."""
+        self.probe = self._canary if wanted else None
+        return (0.0,) * (len(self._canary.tokens) - 1)
 
     def handle(self, event: PublishingEvent, now_s: float) -> list[PublishingInstruction]:
         """Decide, then note."""
@@ -140,6 +160,12 @@ class TimedCore(PublishingCore):
             if isinstance(instruction, AtFault):
                 self.seen.put((instruction, time.monotonic()))
         return instructions
+
+
+def _vocab_size(manifest: WeightsManifest) -> int:
+    """Rows of the embedding."""
+    (rows,) = (e.shape[0] for e in manifest.entries if e.name == "model.embed_tokens.weight")
+    return rows
 
 
 def make_model(folder: Path, config: ModelConfig, seed: int = 0) -> None:
@@ -262,19 +288,20 @@ class SamplerRig:
             if isinstance(message, SamplerHello):
                 missing.discard(message.sampler)
 
-    def publish(self, within_s: float = _ANSWER_WITHIN_S) -> list[Update]:
+    def publish(self, within_s: float = _ANSWER_WITHIN_S, canary: bool = True) -> list[Update]:
         """Publish one more version, whose bytes differ; wait until every sampler acknowledged."""
-        announced_s = self.announce()
+        announced_s = self.announce(canary)
         return self.updates(announced_s, within_s)
 
-    def announce(self) -> float:
+    def announce(self, canary: bool) -> float:
         """Publish one more version; return when it was announced. Waits for leases only."""
         self._version += 1
         self._flat[:4] = np.frombuffer(np.float32(0.01 * self._version).tobytes(), np.uint8)
         self._courier.wait_until_free()
         digest = self._weights.publish(self._version, self)
+        scores = self._core.with_canary(canary)
         announced_s = time.monotonic()
-        self._courier.announce(self._version, digest)
+        self._courier.announce(self._version, digest, scores)
         return announced_s
 
     def copy_weights_into(self, area: memoryview) -> None:
@@ -308,10 +335,17 @@ class SamplerRig:
 
     def stalls_s(self) -> dict[int, list[float]]:
         """By version, how long each sampler says that it could not decode, from their logs."""
+        return self._logged(_STOOD_STILL)
+
+    def canaries_s(self) -> dict[int, list[float]]:
+        """By version, how long each sampler says that it scored the canary."""
+        return self._logged(_CANARY)
+
+    def _logged(self, pattern: re.Pattern[str]) -> dict[int, list[float]]:
         found: dict[int, list[float]] = {}
         for index in self._samplers:
             text = (self._directory.logs / f"sampler-{index}.log").read_text()
-            for version, seconds in _STOOD_STILL.findall(text):
+            for version, seconds in pattern.findall(text):
                 found.setdefault(int(version), []).append(float(seconds))
         return found
 

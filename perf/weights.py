@@ -13,17 +13,20 @@ is what is left of them on a machine that others use too.
 stall_over_memcpy           No request is running. How long no decode step was possible, by the
                             sampler's own clock: the embedded engine from the grant of the lease
                             until its loop is free; vLLM from asking for the pause until resumed.
-                            The slowest sampler counts.
+                            The slowest sampler counts. The canary is apart, see canary_s.
 publish_to_ack_over_memcpy  No request is running. From telling the courier that the version is
                             complete in the buffer (written, hashed) until the learner has read
                             the last sampler's acknowledgement and compared its hash: so the
                             announcement, the lease, the copy, vLLM's own load, the hash of the
-                            copy, and five messages a sampler.
+                            copy, and five messages a sampler. Without the canary.
+with_canary_over_memcpy     The same with it, as in a run by default: a forward pass of 32 tokens
+                            that every sampler makes before it acknowledges (canary_s). The embedded
+                            engine decodes nothing else meanwhile; to vLLM it is one more request.
 ..._over_parallel_memcpy    The same against as many processes as samplers, each copying the
                             buffer at once, until the last is done: what this memory allows.
-update_while_sampling_cpu_s Requests are running. CPU seconds of the samplers that one update adds
-                            to a fixed amount of sampling: copy, hash, and the key-value cache
-                            computed anew. Also per sampler over one memcpy.
+update_while_sampling_cpu_s Requests are running, one sampler. CPU seconds that one update adds to
+                            a fixed amount of sampling: copy, hash, canary, and the key-value
+                            cache of 16 requests computed anew.
 
 The two keys are of the embedded engine, the worse of the numbers of samplers. Bars: 1.5 and 6.
 """
@@ -79,7 +82,7 @@ class Options(NamedTuple):
     """Publications."""
     sampling: bool
     """Also updates while requests are running."""
-    num_new: int = 64
+    num_new: int = 80
     """Tokens of an answer, then."""
     gpus: str = ""
 
@@ -100,10 +103,14 @@ class Run(NamedTuple):
     publish_to_ack_s: list[float]
     lease_s: list[float]
     """From the announcement until the last sampler begins to copy."""
+    canary_s: list[float]
+    """The slowest sampler's; of publications of their own, as the next."""
+    with_canary_s: list[float]
+    """Publish to ack."""
     copy_s: list[float]
     """The slowest sampler's copy, from LoadStarted to Release as the learner reads them."""
     update_while_sampling_cpu_s: float | None
-    """Per sampler."""
+    """Of one sampler; not measured with more."""
 
     def ratios(self) -> dict[str, float]:
         """Compare; see the top of this file."""
@@ -114,7 +121,8 @@ class Run(NamedTuple):
             found[f"best_{key}_over_memcpy"] = min(times) / min(self.memcpy_s)
             at_once = statistics.median(self.parallel_memcpy_s)
             found[f"{key}_over_parallel_memcpy"] = middle / at_once
-        return found
+        with_canary = statistics.median(self.with_canary_s)
+        return found | {"with_canary_over_memcpy": with_canary / statistics.median(self.memcpy_s)}
 
     def meets_bars(self) -> bool:
         """Say whether both bars are met."""
@@ -208,25 +216,26 @@ def config_of(folder: Path, engine: EngineName, num_samplers: int, options: Opti
     )
 
 
-def sampling_cpu_s(rig: SamplerRig, num_samplers: int, first: int, num_updates: int) -> float:
+def sampling_cpu_s(rig: SamplerRig, first: int, num_updates: int) -> float:
     """CPU seconds of a fixed amount of sampling, with so many updates one after another in it."""
     began_s = rig.cpu_s()
-    keys = rig.admit(range(first, first + GROUPS_PER_SAMPLER * num_samplers))
+    keys = rig.admit(range(first, first + GROUPS_PER_SAMPLER))
     for _ in range(num_updates):
         rig.publish()
-    assert not rig.is_answered(), "the sampling ended before the updates; sample more tokens"
+    if rig.is_answered():
+        raise RuntimeError("the sampling ended before the updates did; sample more tokens")
     rig.collect(keys)
     return rig.cpu_s() - began_s
 
 
-def update_while_sampling_cpu_s(rig: SamplerRig, num_samplers: int, repeats: int) -> float:
+def update_while_sampling_cpu_s(rig: SamplerRig, repeats: int) -> float:
     """Compare sampling with and without updates, in turns."""
-    sampling_cpu_s(rig, num_samplers, 0, 0)  # the first of all warms up
+    sampling_cpu_s(rig, 0, 0)  # the first of all warms up
     added = []
     for turn in range(1, repeats + 1):
-        first = turn * GROUPS_PER_SAMPLER * num_samplers
-        plain_s = sampling_cpu_s(rig, num_samplers, first, 0)
-        with_s = sampling_cpu_s(rig, num_samplers, first, UPDATES_WHILE_SAMPLING)
+        first = turn * GROUPS_PER_SAMPLER
+        plain_s = sampling_cpu_s(rig, first, 0)
+        with_s = sampling_cpu_s(rig, first, UPDATES_WHILE_SAMPLING)
         added.append((with_s - plain_s) / UPDATES_WHILE_SAMPLING)
     return statistics.median(added)
 
@@ -251,11 +260,12 @@ def measure(
                 memcpy_s.append(seconds(lambda: np.copyto(target, source)))
                 parallel_s.append(copiers.copy_s())
                 cold_s.append(seconds(source.copy))
-                updates.append(rig.publish())
-        stalls = rig.stalls_s()
+                updates.append(rig.publish(canary=False))
         counted = range(rig.version - options.repeats + 1, rig.version + 1)
-        if options.sampling:
-            added_s = update_while_sampling_cpu_s(rig, num_samplers, 3) / num_samplers
+        probed = [rig.publish(canary=True) for _ in range(options.repeats // 3 + 1)]
+        stalls, canaries = rig.stalls_s(), rig.canaries_s()
+        if options.sampling and num_samplers == 1:
+            added_s = update_while_sampling_cpu_s(rig, 3)
     return Run(
         engine=engine,
         num_samplers=num_samplers,
@@ -265,6 +275,8 @@ def measure(
         parallel_memcpy_s=parallel_s,
         stall_s=[max(stalls[version]) for version in counted],
         publish_to_ack_s=[max(u.acknowledged_s - u.announced_s for u in each) for each in updates],
+        canary_s=[max(times) for version, times in canaries.items() if version > counted[-1]],
+        with_canary_s=[max(u.acknowledged_s - u.announced_s for u in each) for each in probed],
         lease_s=[max(u.started_s - u.announced_s for u in each) for each in updates],
         copy_s=[max(u.released_s - u.started_s for u in each) for each in updates],
         update_while_sampling_cpu_s=added_s,
@@ -292,7 +304,13 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 def print_table(runs: list[Run]) -> None:
     """Print one row per engine and number of samplers."""
     table = Table("engine", "samplers", "memcpy (cold)", "at once", "stall", "publish to ack")
-    for column in ("of it lease, copy", "best: stall, ack", "bars", "update while sampling"):
+    for column in (
+        "of it lease, copy",
+        "canary, ack with it",
+        "best: stall, ack",
+        "bars",
+        "update while sampling",
+    ):
         table.add_column(column)
     for run in runs:
         ratios, added_s = run.ratios(), run.update_while_sampling_cpu_s
@@ -306,6 +324,7 @@ def print_table(runs: list[Run]) -> None:
             f"{_ms(run.stall_s)} = {ratios['stall_over_memcpy']:.2f}x",
             f"{_ms(run.publish_to_ack_s)} = {ratios['publish_to_ack_over_memcpy']:.2f}x",
             f"{_ms(run.lease_s)}, {_ms(run.copy_s)}",
+            f"{_ms(run.canary_s)}, {ratios['with_canary_over_memcpy']:.1f}x",
             f"{ratios['best_stall_over_memcpy']:.2f}x, "
             f"{ratios['best_publish_to_ack_over_memcpy']:.2f}x",
             bars if run.engine == "torch" else "-",

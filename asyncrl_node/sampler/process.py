@@ -248,7 +248,7 @@ class SamplerProcess:
         began_s = time.monotonic()
         scores = await self._engine.score(load.canary) if load.canary else []
         spent_s = time.monotonic() - began_s
-        log.debug("version %d: %.1f ms for the canary", load.version, 1e3 * spent_s)
+        log.info("version %d: %.6f s for the canary", load.version, spent_s)
         self._handle(LoadDone(load.version, digest, tuple(scores)))
 
     def _ask_for_work(self) -> None:
