@@ -132,7 +132,7 @@ class ChattyEnvironment:
 
 
 def test_case_19_history_is_never_tokenised_again() -> None:
-    """ "12" is one token to the tokenizer and was two to the policy: the two are what is trained."""
+    """The tokenizer makes one token of "12", the policy made two: the two are what is trained."""
     engine, environment = SpacedEngine(), ChattyEnvironment()
     rollout = run(engine, environment)
     sampled = [VOCABULARY["1"], VOCABULARY["2"]]
