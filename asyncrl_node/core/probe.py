@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from math import fsum, inf, isnan
 from typing import NamedTuple
 
-CANARY_TOKENS = 32
-"""Enough to reach every layer and to spread over the vocabulary; one small forward pass."""
+CANARY_TOKENS = 8
+"""Each one reaches every layer; few, because a sampler acknowledges only after scoring them."""
 
 _GOLDEN = 0x9E3779B1
 """2**32 divided by the golden ratio: its multiples spread evenly, however many are taken."""

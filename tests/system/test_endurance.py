@@ -26,6 +26,10 @@ pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 GROWTH_BYTES = 6 << 20
 """Of a process's memory between the two windows: allocators breathe. A leak of 10 KB per update
 would show in the long variants."""
+VLLM_GROWTH_BYTES = {30: 96 << 20, 1000: 32 << 20}
+"""vLLM's engine goes on touching memory of its own for about 1,000 updates: 1,068, 1,131, 1,145,
+1,151 and 1,159 MB after 155, 486, 710, 1,018 and 1,427 updates, then level. So the short variant
+says little of memory; it is for descriptors and shared memory."""
 FAKE = ("--engine", "fake", "--fake.train-s", "0.001", "--fake.weight-bytes", "1000000")
 
 
@@ -76,7 +80,7 @@ class Held:
         self.samples += 1
 
 
-def check_flat(run_dir: Path, steps: int, *flags: str) -> None:
+def check_flat(run_dir: Path, steps: int, *flags: str, growth_bytes: int = GROWTH_BYTES) -> None:
     """Compare the second fifth of a run with the last."""
     early, late = Held(), Held()
     for rows, run_id in watch(run_dir, steps, *flags):
@@ -90,7 +94,7 @@ def check_flat(run_dir: Path, steps: int, *flags: str) -> None:
     assert set(late.memory) <= set(early.memory), "a process was restarted"
     growth = {name: late.memory[name] - early.memory[name] for name in late.memory}
     print(f"growth in KiB: { {n: g >> 10 for n, g in growth.items()} }")  # noqa: T201 - with -s
-    assert max(growth.values()) <= GROWTH_BYTES, growth
+    assert max(growth.values()) <= growth_bytes, growth
     assert all(late.descriptors[name] <= early.descriptors[name] + 2 for name in late.descriptors)
     assert late.shm_bytes <= early.shm_bytes
     judged = judge(run_dir)
@@ -117,7 +121,10 @@ def test_a_thousand_updates_of_the_embedded_engine(tmp_path: Path) -> None:
 def test_a_thousand_updates_of_vllm(tmp_path: Path, steps: int) -> None:
     need_vllm()
     flags = ("--engine", "vllm", "--eval-problems", "0", "--groups-per-batch", "4")
-    check_flat(tmp_path / "run", steps, "--learning-rate", "1e-5", *flags)
+    growth_bytes = VLLM_GROWTH_BYTES[steps]
+    check_flat(
+        tmp_path / "run", steps, "--learning-rate", "1e-5", *flags, growth_bytes=growth_bytes
+    )
 
 
 def test_a_rollout_as_long_as_300_steps_never_restarts_its_sampler(tmp_path: Path) -> None:
