@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import Awaitable, Callable
 from math import isfinite
+from pathlib import Path
+from typing import cast
 
 from asyncrl_node.engines.base import (
     Completion,
@@ -18,6 +21,10 @@ from asyncrl_node.engines.base import (
     InProcessLoader,
     OwnProcessLoader,
 )
+from asyncrl_node.messages import GroupKey
+from asyncrl_node.sampler.rollouts import RolloutLimits, RolloutRunner, build_group
+from asyncrl_node.tasks.base import Outcome
+from asyncrl_node.transport.slots import SlotFolder, slot_bytes
 
 Load = Callable[[], Awaitable[int]]
 Check = Callable[[Engine, Load], Awaitable[None]]
@@ -103,6 +110,91 @@ async def a_score_is_given_while_generations_run_and_disturbs_none(
     assert done.policy_versions == [version] * 100
 
 
+class Ear:
+    """An engine that remembers what it was asked and what it answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.turns: list[tuple[list[int], Completion]] = []
+
+    async def generate(
+        self, request: GenerateRequest, on_first_token: Callable[[int], None] | None = None
+    ) -> Completion:
+        done = await self._engine.generate(request, on_first_token)
+        self.turns.append((request.prompt_tokens, done))
+        return done
+
+    def abort(self, request_id: int) -> None:
+        self._engine.abort(request_id)
+
+
+class Transcript:
+    """Keeps a conversation as text, whose encoder takes one token per digit: never the policy's.
+
+    New weights come after the first turn.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self.text = self.decode([1, 2])
+        self.num_turns = 0
+
+    @staticmethod
+    def decode(tokens: list[int]) -> str:
+        return "".join(f"{token:03d}" for token in tokens)
+
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        return [int(digit) for digit in text]
+
+    async def reset(self) -> list[int]:
+        return [1, 2]
+
+    async def step(self, completion_tokens: list[int]) -> list[int] | Outcome:
+        self.text += self.decode(completion_tokens)
+        self.num_turns += 1
+        if self.num_turns == 1:
+            await self._load()
+        if self.num_turns == 3:
+            return Outcome(1.0)
+        self.text += self.decode([5])
+        return [5]
+
+    async def grade_partial(self, completion_tokens: list[int]) -> Outcome:
+        raise AssertionError("nothing is cut off here")
+
+
+async def case_19_what_was_sampled_is_what_lands_in_the_slot(engine: Engine, load: Load) -> None:
+    ear, talk, old = Ear(engine), Transcript(load), engine.policy_version
+    limits = RolloutLimits(
+        max_new_tokens=4, max_turns=3, max_tokens=40, temperature=1.0, timeout_s=30,
+        stop_token_ids=(),
+    )  # fmt: skip
+    runner = RolloutRunner(cast(Engine, ear), limits)
+    rollout = await runner.run(talk, 7, lambda _: None)
+    key = GroupKey(4, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        slots = SlotFolder(Path(folder), "t", slot_bytes(2, limits.max_tokens))
+        slots.reserve(key)
+        group = build_group(key, 8, 1, [rollout, rollout])
+        num_bytes, checksum = slots.write_group(key, group)
+        read = slots.read_group(key, num_bytes, checksum)
+        tokens, mask = read.tokens.tolist(), read.loss_mask.tolist()
+        versions = read.policy_versions[read.loss_mask].tolist()
+        del read
+    said: list[int] = []
+    for number, (prompt, done) in enumerate(ear.turns):
+        said += [5] if number else [1, 2]
+        assert prompt == said
+        said += done.tokens
+    assert len(ear.turns) == 3
+    assert Transcript.encode(talk.text) != said, "or this check shows nothing"
+    assert tokens == said * 2
+    sampled = [token for _, done in ear.turns for token in done.tokens]
+    assert [t for t, is_sampled in zip(tokens, mask, strict=True) if is_sampled] == sampled * 2
+    assert versions == ([old] * 4 + [engine.policy_version] * 8) * 2
+
+
 CHECKS: list[Check] = [
     it_loads_in_exactly_one_way,
     a_completion_has_a_logprob_and_a_version_for_every_token,
@@ -110,4 +202,5 @@ CHECKS: list[Check] = [
     an_abort_keeps_what_there_is,
     scores_repeat_and_move_with_the_weights,
     a_score_is_given_while_generations_run_and_disturbs_none,
+    case_19_what_was_sampled_is_what_lands_in_the_slot,
 ]

