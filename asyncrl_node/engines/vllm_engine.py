@@ -42,7 +42,7 @@ from asyncrl_node.engines.base import (
     GenerateRequest,
     OwnProcessLoader,
 )
-from asyncrl_node.engines.vllm_plugin import BACKEND, WORKER_EXTENSION
+from asyncrl_node.engines.vllm_plugin import BACKEND, SOCKETS_VARIABLE, WORKER_EXTENSION
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightsManifest
 
@@ -99,7 +99,8 @@ def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> di
     """Make what the launcher adds to the environment of a process that runs `VllmEngine`.
 
     core         the CPU core of the engine's one thread; -1 leaves it to the kernel
-    sockets_dir  where vLLM puts its sockets, so that the sweep of the run finds them
+    sockets_dir  where vLLM puts its sockets and the file by which its workers meet, so that the
+                 sweep of the run finds them
     """
     common = {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -107,7 +108,7 @@ def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> di
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if sockets_dir is not None:
-        common["VLLM_RPC_BASE_PATH"] = sockets_dir
+        common[SOCKETS_VARIABLE] = sockets_dir
     if not cpu:
         return common
     return common | {

@@ -1,7 +1,8 @@
 """What vLLM loads into each of its processes (entry point group `vllm.general_plugins`).
 
 It makes our weight-transfer engine known, and ties vLLM's own processes to the sampler: without
-that, a sampler killed by SIGKILL leaves an engine process of its own behind (vllm#55510).
+that, a sampler killed by SIGKILL leaves an engine process of its own behind (vllm#55510). And it
+has workers meet in the folder of the run's sockets: a killed engine would leave the file in /tmp.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import uuid
 
 BACKEND = "arl_flat"
 """The name of our weight-transfer engine in vLLM's factory."""
 WORKER_EXTENSION = "asyncrl_node.engines.vllm_weights.FlatWorker"
 """The methods that vLLM's worker gets from us."""
+
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""Names the folder of the run's sockets, which is swept after the run."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +30,8 @@ def register() -> None:
 
     if multiprocessing.parent_process() is not None:
         _die_with_parent()
+    if SOCKETS_VARIABLE in os.environ:
+        _meet_in(os.environ[SOCKETS_VARIABLE])
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "asyncrl_node.engines.vllm_weights", "FlatWeightTransferEngine"
@@ -43,3 +50,12 @@ def _die_with_parent() -> None:
     assert parent is not None
     if os.getppid() != parent.pid:  # it died before the call
         os._exit(1)
+
+
+def _meet_in(folder: str) -> None:
+    """Have vLLM make the file by which the workers of an engine find each other in `folder`."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for module in (multiproc_executor, uniproc_executor):
+        assert callable(module.get_file_store_init_method), "vllm 0.32 has it"
+        module.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
