@@ -191,7 +191,7 @@ class Trainer:
             same = (pack.policy_versions == policy_version) & ~pack.on_older_kv
             if self._sums.num_updates:
                 same.zero_()
-            log_ratios = (logprobs.detach() - pack.sampler_logprobs).double()
+            log_ratios = (logprobs - pack.sampler_logprobs).double()
             log_ratios = log_ratios.clamp(max=LARGEST_LOG_RATIO)
             self._sums.add_tokens(loss, log_ratios, entropies, same, pack.on_older_kv)
             self._compare(pack, logprobs, same, groups)
@@ -366,14 +366,17 @@ class Trainer:
     def _run(
         self, pack: Pack, groups: Sequence[TrajectoryGroup], has_signal: bool
     ) -> tuple[TokenLoss, Tensor, Tensor]:
-        """Pass a pack forward and, if it carries a gradient, backward."""
+        """Pass a pack forward and, if it carries a gradient, backward.
+
+        Returns the loss, and log-probabilities and entropies [N] without gradient.
+        """
         with torch.set_grad_enabled(has_signal):
             logprobs, entropies = self._score(pack)
             loss = self._loss(logprobs, entropies, pack)
         guard(pack, groups, logprobs.detach(), loss.losses.detach())
         if has_signal:
             torch.autograd.backward((loss.losses * pack.weights).sum())
-        return loss, logprobs, entropies
+        return loss, logprobs.detach(), entropies.detach()
 
     def _compare(
         self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]

@@ -269,7 +269,7 @@ def trl_advantages(folder, trainer_name, **settings):
 @pytest.mark.parametrize(
     ("kind", "trainer_name", "settings"),
     [
-        ("mean", "GRPOTrainer", {"scale_rewards": "off"}),
+        ("mean", "GRPOTrainer", {"scale_rewards": "none"}),
         ("leave_one_out", "RLOOTrainer", {}),
     ],
 )
