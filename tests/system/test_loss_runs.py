@@ -62,7 +62,7 @@ def test_losses_that_need_a_pass_in_advance_run(tmp_path: Path, loss: str) -> No
 
 
 def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
-    """The third call of this loss spoils one token: nothing of that step is trained."""
+    """The first stale tokens meet a loss that is NaN: nothing of their step is trained."""
     bad = tmp_path / "bad.py"
     bad.write_text(
         "from asyncrl_node.learner.losses.policy import ppo\n"
@@ -75,7 +75,7 @@ def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = launch(run_dir, "--steps", "5", "--loss", f"{bad}:spoils", *SMALL, timeout_s=120)
     assert done.returncode == 3, done.stdout + done.stderr
-    match = re.search(r"non_finite: group (\d+) \(problem (\d+)\): the loss of a token is nan",
+    match = re.search(r"non_finite: learner: group (\d+) \(problem (\d+)\): the loss of a token is nan",
                       done.stderr)  # fmt: skip
     assert match is not None, done.stderr
     (path,) = (run_dir / "rollouts").glob("fault-step-*.jsonl")
