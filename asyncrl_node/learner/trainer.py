@@ -408,7 +408,11 @@ class Trainer:
         )
 
     def _loss(self, logprobs: Tensor, entropies: Tensor, pack: Pack) -> TokenLoss:
-        """The configured loss of each of the pack's tokens."""
+        """The configured loss of each of the pack's tokens.
+
+        Raises: RunFault for a user's loss that is not one number per token: a sum would be weighted
+        and summed once more.
+        """
         proximal = None
         if "proximal_logprobs" in self._needs:
             moved = self._sums.num_updates > 0
@@ -425,6 +429,12 @@ class Trainer:
             log_ratio_limit=self._limit,
         )
         loss = self._token_loss(tokens, self._settings)
+        if loss.losses.shape != logprobs.shape:
+            shape, count = list(loss.losses.shape), len(logprobs)
+            story = f"{self._config.loss} returned losses of shape {shape} for {count} tokens"
+            raise RunFault(
+                "bad_loss", f"{story}: it must be [{count}], neither summed nor averaged"
+            )
         return regularise(loss, tokens, entropy_coefficient=self._config.entropy_coefficient)
 
     def _find_limit(self, groups: Sequence[TrajectoryGroup]) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault
 from asyncrl_node.learner.losses.aggregation import token_weights
 from asyncrl_node.learner.losses.base import LossInput
@@ -212,6 +213,10 @@ def explode(tokens, settings):
     ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     return token_loss(tokens.logprobs * float("inf"), ratios > 9, ratios)
 
+def summed(tokens, settings):
+    ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss((ratios * tokens.advantages).sum(), ratios > 9, ratios)
+
 def first_only(rewards):
     return [1.0] + [0.0] * (len(rewards) - 1)
 
@@ -231,6 +236,12 @@ def test_a_users_loss_gets_its_gradient_where_the_advantage_is_zero(model_dir, m
     trainer = Trainer(config_of(loss=f"{mine}:pull"), model_dir, 1.0, seed=0)
     trainer.accumulate([make_group(1, [[0, 1, 1], [0, 0, 1]], [2, 2])], VERSION)
     assert any(grad.abs().max() > 0 for grad in gradients(trainer).values())
+
+
+def test_a_users_loss_that_sums_is_refused(model_dir, mine):
+    trainer = Trainer(config_of(loss=f"{mine}:summed"), model_dir, 1.0, seed=0)
+    with pytest.raises(RunFault, match=r"bad_loss: .*shape \[\] for \d+ tokens: it must be \["):
+        trainer.accumulate(make_groups(2), VERSION)
 
 
 def test_a_users_advantage_trains(model_dir, mine):

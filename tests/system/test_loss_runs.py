@@ -75,8 +75,8 @@ def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = launch(run_dir, "--steps", "5", "--loss", f"{bad}:spoils", *SMALL, timeout_s=120)
     assert done.returncode == 3, done.stdout + done.stderr
-    match = re.search(r"non_finite: learner: group (\d+) \(problem (\d+)\): the loss of a token is nan",
-                      done.stderr)  # fmt: skip
+    story = r"non_finite: learner: group (\d+) \(problem (\d+)\): the loss of a token is nan"
+    match = re.search(story, done.stderr)
     assert match is not None, done.stderr
     (path,) = (run_dir / "rollouts").glob("fault-step-*.jsonl")
     aside = rows(path)
