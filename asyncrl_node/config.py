@@ -81,13 +81,33 @@ class SamplingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How groups are trained."""
 
-    loss: Literal["ppo", "importance_sampling"] = "ppo"
-    """ppo clips the importance ratio on both sides (a trust region); the other does not."""
-    advantage: Literal["mean_std", "mean"] = "mean_std"
-    """Reward minus the group mean, divided by the group standard deviation or not."""
+    loss: str = "ppo"
+    """ppo, gspo, a3po, decoupled_ppo, m2po, cispo, importance_sampling or path/to/file.py:name."""
+    advantage: str = "mean_std"
+    """mean_std, mean, leave_one_out, mean_normalised or path/to/file.py:name."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Every token counts the same, every rollout does, or nothing depends on lengths."""
+    horizon: int | None = None
+    """Loss tokens that the constant aggregation divides by; unset: most that a rollout can have."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ppo trust region: ratios in [1 - clip_low, 1 + clip_high]."""
+    """Trust region of the importance ratio: [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = None
+    """Largest ratio that counts where the advantage is negative; above 1 + clip_high."""
+    ratio_floor: float = 0.0
+    """cispo: no token weighs less."""
+    ratio_cap: float = 2.0
+    """cispo: no token weighs more."""
+    weight_correction: Literal["off", "truncate", "mask"] = "truncate"
+    """decoupled_ppo, a3po: what becomes of behaviour weights outside [weight_low, weight_high]."""
+    weight_low: float = 0.0
+    """Smallest behaviour weight: below it is raised to it, or masked."""
+    weight_high: float = 5.0
+    """Largest behaviour weight: above it is cut to it, or masked."""
+    m2_budget: float = 0.04
+    """m2po: largest mean squared log-ratio of the tokens that push against the trust region."""
+    entropy_coefficient: float = 0.0
+    """Weight of an entropy bonus, per token."""
     optimizer: Literal["adamw", "adamw_bf16_sr", "adamw_cpu"] = "adamw"
     """adamw keeps 16 bytes per parameter on the GPUs. The others (bf16 with stochastic rounding, 8;
     moments in host memory, 4) are forecast by --dry-run and not built yet."""

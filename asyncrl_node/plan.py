@@ -36,6 +36,7 @@ from asyncrl_node.gpu_plan import (
     own_gpus,
 )
 from asyncrl_node.gpus import Nvml, RealNvml
+from asyncrl_node.loss_rules import check_losses, loss_notes, settled
 from asyncrl_node.run_directory import SHM_FOLDER
 from asyncrl_node.sampling_rules import check_sampling, kv_after_update, kv_words
 from asyncrl_node.tasks.base import Task
@@ -76,6 +77,7 @@ _AT_LEAST = {
     "learner.num_substeps": 1,
     "learner.num_minibatches": 1,
     "learner.micro_batch_tokens": 1,
+    "learner.horizon": 1,
     "fake.num_problems": 1,
     "fake.tokens_per_rollout": 1,
     "fake.weight_bytes": 1,
@@ -87,6 +89,10 @@ _ABOVE_ZERO = (
     "sampling.rollout_timeout_s",
     "learner.learning_rate",
     "learner.max_grad_norm",
+    "learner.dual_clip",
+    "learner.ratio_cap",
+    "learner.weight_high",
+    "learner.m2_budget",
     "learner.parity_limit",
     "learner.probe_limit",
     "warn_every_s",
@@ -94,6 +100,9 @@ _ABOVE_ZERO = (
 )
 _ZERO_OR_ABOVE = (
     "learner.clip_high",
+    "learner.ratio_floor",
+    "learner.weight_low",
+    "learner.entropy_coefficient",
     "learner.weight_decay",
     "fake.train_s",
     "fake.load_s",
@@ -134,6 +143,12 @@ def max_new_tokens(config: Config, task: Task) -> int:
 def max_rollout_tokens(config: Config, task: Task) -> int:
     """Tokens of the longest rollout, prompt included; rollouts are cut off there."""
     return task.max_prompt_tokens + task.max_turns * max_new_tokens(config, task)
+
+
+def settle(config: Config) -> Config:
+    """Fill in what the processes would otherwise have to find out, each by itself."""
+    task = task_of(config)
+    return settled(config, task.max_turns * max_new_tokens(config, task))
 
 
 def run_slot_bytes(config: Config, task: Task) -> int:
@@ -212,6 +227,7 @@ def check_config(config: Config) -> None:
     _check_ranges(config)
     _check_pacing(config)
     _check_learner(config)
+    check_losses(config)
     check_sampling(config.sampling, engine_of(config))
     check_gpus_form(config.gpus)
     rule = "must be auto or host without GPUs (--gpus)"
@@ -570,16 +586,6 @@ def start_notes(config: Config) -> list[str]:
         return []
     kind = kv_after_update(config.sampling, engine_of(config), on_gpus=False)
     return [f"kv cache    {kv_words(kind)}"]
-
-
-def loss_notes(config: Config) -> list[str]:
-    """Warn of a loss that is known to collapse on stale data."""
-    if config.learner.loss == "ppo" or config.pacing.depth == 0:
-        return []
-    return [
-        f"loss {config.learner.loss} has no two-sided trust region and pipeline_depth is "
-        f"{config.pacing.depth}: known to collapse on stale data; prefer --loss ppo"
-    ]
 
 
 def _size(num_bytes: int) -> str:

@@ -34,6 +34,7 @@ from asyncrl_node.inspect.follow import RowFollower
 from asyncrl_node.inspect.loggers import MetricLogger, check_loggers, make_loggers
 from asyncrl_node.inspect.summary import print_summary
 from asyncrl_node.inspect.view import View, make_view
+from asyncrl_node.loss_rules import loss_notes
 from asyncrl_node.messages import (
     Drain,
     LauncherHello,
@@ -52,9 +53,9 @@ from asyncrl_node.plan import (
     check_run_dir,
     describe,
     engine_of,
-    loss_notes,
     num_samplers,
     run_slot_bytes,
+    settle,
     task_of,
 )
 from asyncrl_node.process import LAUNCHER_PID, read_fault
@@ -432,6 +433,7 @@ def main(arguments: list[str], nvml: Nvml = NVML) -> int:
             return 0
         path = check_run_dir(config)
         plan = check_machine(config, nvml)
+        config = settle(config)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR

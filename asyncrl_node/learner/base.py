@@ -7,11 +7,24 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry
+
+
+class GroupFault(RunFault):
+    """A fault that one group is to blame for; no weight was changed."""
+
+    def __init__(self, name: str, group: TrajectoryGroup, problem: str) -> None:
+        super().__init__(name, f"group {group.group_id} (problem {group.problem}): {problem}")
+        self.group = group
 
 
 class Trainer(Protocol):
     """Policy and optimizer: groups in, weights out."""
+
+    def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Before a step's first update: score the groups of its later ones, if the loss asks."""
+        ...
 
     def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
         """Run forward and backward over these groups; add to the gradient."""

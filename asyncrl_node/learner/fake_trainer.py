@@ -26,6 +26,9 @@ class FakeTrainer:
         self._version = config.start_version
         self._num_tokens = 0
 
+    def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Do nothing: there is no loss."""
+
     def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
         """Count the loss tokens."""
         self._num_tokens += sum(int(np.count_nonzero(g.loss_mask)) for g in groups)

@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from asyncrl_node.core.probe import Probe, canary_tokens
 from asyncrl_node.core.publishing import PublishingCore
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
-from asyncrl_node.learner.base import Trainer
+from asyncrl_node.learner.base import GroupFault, Trainer
 from asyncrl_node.learner.clock import CauseClock
 from asyncrl_node.learner.courier import Courier
-from asyncrl_node.learner.records import TrainedRecords, write_samples
+from asyncrl_node.learner.records import TrainedRecords, write_fault, write_samples
+from asyncrl_node.learner.watch import CollapseWatch
 from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import (
     Batch,
@@ -110,6 +112,7 @@ class LearnerProcess:
         self._records = TrainedRecords(
             directory.trained, config.pacing.max_steps_off_policy, runtime.run_attempt
         )
+        self._watch = CollapseWatch()
         self._version = config.start_version
         self._saved_version = -1
         self._num_orders = 0
@@ -155,6 +158,9 @@ class LearnerProcess:
         for population in ("same_version", "older_kv", "stale"):
             if not metrics.get(f"mismatch/num_tokens_{population}"):
                 metrics[f"mismatch/kl_{population}"] = None  # a mean over nothing
+        if "ratio/max" in metrics:  # the scripted trainer has no ratios
+            for alarm in self._watch.observe(step, metrics):
+                self._courier.send(Warned(alarm.story))
         metrics.update(self._records.finish_step())
         self._courier.send(Trained(step))
         with self._clock.cause("publish"):
@@ -177,11 +183,11 @@ class LearnerProcess:
             for _ in range(learner.num_minibatches):
                 piece, closed = ([], True) if closed else next(pieces)
                 if piece:
-                    with self._clock.cause("train"):
+                    with self._clock.cause("train"), self._set_aside(step):
                         self._trainer.accumulate(piece, step)
                     trained += piece
             if len(trained) > num_before:
-                with self._clock.cause("train"):
+                with self._clock.cause("train"), self._set_aside(step):
                     self._trainer.update()
         if trained:
             self._records.add(step, trained)
@@ -189,6 +195,16 @@ class LearnerProcess:
             count = self._config.logging.num_logged_rollouts
             write_samples(path, step, trained, self._task, count)
         return bool(trained)
+
+    @contextmanager
+    def _set_aside(self, step: int) -> Iterator[None]:
+        """Write down the group that is to blame for a fault, while its slot is still there."""
+        try:
+            yield
+        except GroupFault as fault:
+            path = self._directory.rollouts / f"fault-step-{step:06d}.jsonl"
+            write_fault(path, step, fault.group, self._task, fault.story)
+            raise
 
     def _pieces(self, step: int) -> Iterator[tuple[list[TrajectoryGroup], bool]]:
         """Yield the batch in num_substeps * num_minibatches pieces, and whether each is the last.
@@ -204,6 +220,8 @@ class LearnerProcess:
                 groups, closed = self._take(step, size)
                 yield groups, closed
         groups, _ = self._take(step, batch)
+        with self._clock.cause("train"), self._set_aside(step):
+            self._trainer.keep_proximal(groups[size * self._config.learner.num_minibatches :])
         for start in range(0, len(groups), size):
             yield groups[start : start + size], start + size >= len(groups)
         yield [], True

@@ -5,7 +5,9 @@ Nothing here comes from the scheduler's books: versions and token counts are tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -111,27 +113,53 @@ def write_samples(
     path: Path, step: int, groups: Sequence[TrajectoryGroup], task: Task, count: int
 ) -> None:
     """Write the first `count` rollouts of a batch as readable text."""
-    rows: list[dict[str, object]] = []
-    for group in groups:
-        for number, (start, end) in enumerate(
-            zip(group.rollout_starts[:-1], group.rollout_starts[1:], strict=True)
-        ):
-            if len(rows) == count:
-                break
-            tokens, mask = group.tokens[start:end], group.loss_mask[start:end]
-            first = int(mask.argmax())
-            rows.append(
-                {
-                    "step": step,
-                    "group": group.group_id,
-                    "problem": group.problem,
-                    "rollout": number,
-                    "reward": float(group.rewards[number]),
-                    "prompt": task.decode(tokens[:first].tolist()),
-                    "completion": task.decode(tokens[first:].tolist()),
-                    "versions": sorted(set(group.policy_versions[start:end][mask].tolist())),
-                }
-            )
+    places = ((group, number) for group in groups for number in range(len(group.rewards)))
+    _write_rows(path, [_sample(step, *place, task) for place in islice(places, count)])
+
+
+def write_fault(path: Path, step: int, group: TrajectoryGroup, task: Task, story: str) -> None:
+    """Write all rollouts of a group that stops the run, with the numbers of each loss token.
+
+    What is not finite is text: "nan", "inf", "-inf".
+    """
+    rows = []
+    for number in range(len(group.rewards)):
+        place = slice(*group.rollout_starts[number : number + 2])
+        mask = group.loss_mask[place]
+        numbers = {
+            "reward": _in_json(float(group.rewards[number])),
+            "fault": story,
+            "tokens": group.tokens[place][mask].tolist(),
+            "sampler_logprobs": [*map(_in_json, group.sampler_logprobs[place][mask].tolist())],
+        }
+        rows.append(_sample(step, group, number, task) | numbers)
+    _write_rows(path, rows)
+
+
+def _sample(step: int, group: TrajectoryGroup, number: int, task: Task) -> dict[str, object]:
+    """One rollout as readable text."""
+    place = slice(*group.rollout_starts[number : number + 2])
+    tokens, mask = group.tokens[place], group.loss_mask[place]
+    first = int(mask.argmax())
+    return {
+        "step": step,
+        "group": group.group_id,
+        "problem": group.problem,
+        "rollout": number,
+        "reward": float(group.rewards[number]),
+        "prompt": task.decode(tokens[:first].tolist()),
+        "completion": task.decode(tokens[first:].tolist()),
+        "versions": sorted(set(group.policy_versions[place][mask].tolist())),
+    }
+
+
+def _in_json(number: float) -> float | str:
+    """JSON has no word for a number that is not finite."""
+    return number if isfinite(number) else str(number)
+
+
+def _write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write a file of rows; none for no rows."""
     if rows:
         file = RowFile(path)
         for row in rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asyncrl_node.learner.loss import TokenLoss
+from asyncrl_node.learner.losses.base import TokenLoss
 
 
 @dataclass
@@ -56,7 +56,7 @@ class StepSums:
         same, older_kv  [N] bool, no token in both
         """
         kl = torch.expm1(log_ratios) - log_ratios
-        self.loss += float(loss.total.detach())
+        self.loss += float(loss.losses.detach().sum())
         self.entropy += float(entropies.sum())
         self.clipped += float(loss.num_clipped)
         self.kl_same += float(kl[same].sum())

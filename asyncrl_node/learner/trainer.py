@@ -9,13 +9,15 @@
                 |
     finish_step(): metrics      copy_weights_into(): the flat buffer that samplers read
 
-Losses are summed while gradients accumulate and divided once, in update(), by the loss tokens of
-everything that was accumulated. So an update's gradient does not depend on how its groups were cut
-into minibatches or packs, and streaming trains exactly what a whole batch would.
+Losses are weighted and summed while gradients accumulate, and divided once, in update(), by totals
+of everything that was accumulated (losses/aggregation.py). So an update's gradient does not depend
+on how its groups were cut into minibatches or packs, and streaming trains exactly what a whole
+batch would.
 
 What the gradient cannot see is not computed: a rollout's forward pass stops at its last sampled
 token but one (nothing later predicts a sampled token), the head scores sampled tokens only, and a
-rollout with advantage zero gets no backward pass. Every metric still covers all loss tokens.
+rollout with advantage zero gets no backward pass, unless an entropy bonus or a user's own loss may
+have a gradient there. Every metric still covers all loss tokens.
 
 Guard: every number that reaches the optimizer is finite, or the run stops by name before a weight
 has moved.
@@ -29,10 +31,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,26 +43,39 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from asyncrl_node.config import LearnerConfig
-from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.core.packing import pack_rollouts
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
-from asyncrl_node.learner.attention import (
-    PackedSequences,
-    no_mask,
-    packed_attention,
-    plan_attention,
+from asyncrl_node.learner.attention import no_mask, packed_attention
+from asyncrl_node.learner.base import GroupFault
+from asyncrl_node.learner.batch import (
+    Float32s,
+    Pack,
+    bare_pack,
+    check_advantages,
+    collect,
+    guard,
+    make_pack,
 )
 from asyncrl_node.learner.logprobs import head_logprobs
-from asyncrl_node.learner.loss import TokenLoss, importance_sampling_loss, ppo_loss
+from asyncrl_node.learner.losses.aggregation import divisor
+from asyncrl_node.learner.losses.base import (
+    LARGEST_LOG_RATIO,
+    LossInput,
+    TokenLoss,
+    needs_of,
+)
+from asyncrl_node.learner.losses.off_policy import m2po_limit
+from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
+from asyncrl_node.learner.losses.regularizers import regularise
+from asyncrl_node.learner.losses.settings import LossSettings
 from asyncrl_node.learner.parity import ParityGate
 from asyncrl_node.learner.step_sums import StepSums
 from asyncrl_node.messages import WeightEntry
 
 Model = Any
 """A Hugging Face causal language model; transformers has no types."""
-Int64s = npt.NDArray[np.int64]
 OPTIMIZER_FORMAT = 1
 OPTIMIZER_TENSORS = "optimizer.safetensors"
 OPTIMIZER_JSON = "optimizer.json"
@@ -81,53 +95,6 @@ TOKENIZER_FILES = (
 
 AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", no_mask)
-
-
-class _Rollouts(NamedTuple):
-    """R rollouts of several groups, T tokens in all; NumPy arrays."""
-
-    tokens: Int64s
-    """[T]"""
-    loss_mask: npt.NDArray[np.bool_]
-    """[T]"""
-    sampler_logprobs: npt.NDArray[np.float32]
-    """[T]"""
-    policy_versions: npt.NDArray[np.int32]
-    """[T]"""
-    on_older_kv: npt.NDArray[np.bool_]
-    """[T]"""
-    starts: Int64s
-    """[R], first token of each rollout."""
-    num_inputs: Int64s
-    """[R], tokens up to the one that predicts the last loss token; at least 1."""
-    advantages: npt.NDArray[np.float32]
-    """[R]"""
-    places: Int64s
-    """[R], each rollout's group, by its place among the groups."""
-
-
-class _Pack(NamedTuple):
-    """One forward pass: T input tokens of several rollouts, N of them predict a loss token."""
-
-    input_ids: Tensor
-    """[1, T] int64"""
-    position_ids: Tensor
-    """[1, T] int64, from 0 in each rollout."""
-    sequences: PackedSequences
-    predictors: Tensor
-    """[N] int64, inputs whose next token is a loss token."""
-    targets: Tensor
-    """[N] int64"""
-    sampler_logprobs: Tensor
-    """[N] float32"""
-    advantages: Tensor
-    """[N] float32"""
-    policy_versions: Tensor
-    """[N] int32"""
-    on_older_kv: Tensor
-    """[N] bool"""
-    places: Int64s
-    """[N] NumPy, each token's group, by its place among the groups."""
 
 
 class Trainer:
@@ -174,66 +141,100 @@ class Trainer:
         )
         self._num_updates = 0
         self._pending: list[TrajectoryGroup] = []
-        self._pending_tokens = 0
+        self._pending_tokens = self._pending_rollouts = 0
+        self._version = 0
+        self._token_loss = load_loss(config.loss)
+        self._needs = needs_of(self._token_loss)
+        self._group_advantages = load_advantage(config.advantage)
+        self._settings = LossSettings(
+            **{name: getattr(config, name) for name in LossSettings.__dataclass_fields__}
+        )
+        self._always_backward = config.loss not in LOSSES or config.entropy_coefficient != 0
+        self._proximal: dict[int, Float32s] = {}
+        self._limit: float | None = None
         self._sums = StepSums()
         self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
         self._parity = ParityGate(config.parity_limit)
         self._prove_packing()
 
+    def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Score groups of the step's later updates by the weights at its start, if the loss asks.
+
+        Call it before the step's first update. Groups of that update need it not: the weights in
+        use are those of the start. Kept until `finish_step`.
+        """
+        if "proximal_logprobs" not in self._needs or not groups:
+            return
+        assert not self._sums.num_updates, "the weights have moved since the step began"
+        sizes = [len(group.tokens) for group in groups]
+        scores = np.full(sum(sizes), np.nan, np.float32)
+        for pack, logprobs in self._score_all(groups):
+            scores[pack.scored] = logprobs.cpu().numpy()
+        cut = np.split(scores, np.cumsum(sizes)[:-1])
+        self._proximal.update((g.group_id, part) for g, part in zip(groups, cut, strict=True))
+
     def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
         """Add the gradient of the summed loss of `groups`; the weights in use are `policy_version`.
 
         The groups' arrays must stay readable until `update`.
 
-        Raises: RunFault naming the group with a reward, log-probability or loss that is not finite.
+        Raises: GroupFault for a reward, advantage, log-probability or loss that is not finite.
         """
+        self._version = policy_version
         for group in groups:
             self._sums.add_rewards(group.rewards.tolist())
+        if "log_ratio_limit" in self._needs:
+            self._limit = self._find_limit(groups)
         for pack, has_signal in self._packs(groups):
             loss, logprobs, entropies = self._run(pack, groups, has_signal)
             same = (pack.policy_versions == policy_version) & ~pack.on_older_kv
             if self._sums.num_updates:
                 same.zero_()
-            log_ratios = (logprobs.detach() - pack.sampler_logprobs).double()
+            log_ratios = (logprobs - pack.sampler_logprobs).double()
+            log_ratios = log_ratios.clamp(max=LARGEST_LOG_RATIO)
             self._sums.add_tokens(loss, log_ratios, entropies, same, pack.on_older_kv)
             self._compare(pack, logprobs, same, groups)
             self._pending_tokens += len(pack.targets)
         self._pending += groups
+        self._pending_rollouts += sum(len(group.rewards) for group in groups)
 
     def update(self) -> None:
-        """Step the optimizer by the mean gradient over the accumulated loss tokens, clipped.
+        """Step the optimizer by the aggregated gradient of what was accumulated, clipped.
 
         Constant groups count in the mean, with zero. Without any loss token nothing happens.
 
-        Raises: RunFault naming the group with a gradient that is not finite, or "parity" before
-        the first update; no weight has moved.
+        Raises: GroupFault for a gradient that is not finite, RunFault for gradients that overflow
+        in sum, or "parity" before the first update; no weight has moved.
         """
         if self._pending_tokens:
             self._parity.check()
-            norm = self._grad_norm() / self._pending_tokens
+            total = self._divisor()
+            norm = self._grad_norm() / total
             if not isfinite(norm):
-                raise RunFault("non_finite", self._gradient_story())
+                raise self._gradient_fault()
             clip = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
-            torch._foreach_mul_(self._grads, clip / self._pending_tokens)
+            torch._foreach_mul_(self._grads, clip / total)
             learning_rate = self._config.learning_rate * self._warmup()
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
             self._num_updates += 1
             self._sums.add_update(norm, learning_rate)
         self._optimizer.zero_grad(set_to_none=False)
-        self._pending, self._pending_tokens = [], 0
+        self._pending, self._pending_tokens, self._pending_rollouts = [], 0, 0
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the step and start the next one.
 
         reward/trained_mean, _std        over all rollouts handed in, population std
         reward/num_constant_groups       groups without a signal: all rewards equal
-        loss/mean, entropy/mean          per loss token; entropy at the sampling temperature
+        loss/mean, entropy/mean          per loss token, whatever the aggregation; entropy at the
+                                         sampling temperature
         grad_norm                        before clipping, of the mean gradient; mean over updates
         learning_rate                    of the last update
         ratio/max                        largest learner / sampler probability ratio of a token
-        ratio/clip_fraction              loss tokens whose gradient the ppo clip removed
+        ratio/clip_fraction              loss tokens whose gradient the loss removed, or cut the
+                                         weight of
         tokens/trained                   loss tokens
         mismatch/kl_same_version         KL(sampler || learner) per token, k3 estimate (Schulman
                                          2020, Approximating KL Divergence): r - 1 - log r; over
@@ -246,11 +247,12 @@ class Trainer:
         mismatch/num_tokens_*            the tokens behind the three; a mean over none is 0
 
         All cover every loss token, also those of constant groups. log r = learner - sampler
-        log-probability, by the weights in use when the token was accumulated.
+        log-probability, by the weights in use when the token was accumulated, at most 20.
         """
         assert not self._pending, "update() must follow accumulate() before the step ends"
         metrics = self._sums.metrics()
         self._sums = StepSums()
+        self._proximal = {}
         return metrics
 
     @property
@@ -265,7 +267,7 @@ class Trainer:
         The same forward pass and head that train.
         """
         sequence = torch.tensor(tokens, device=self._device)
-        pack = _bare_pack(sequence[:-1], sequence[1:], [len(tokens) - 1])
+        pack = bare_pack(sequence[:-1], sequence[1:], [len(tokens) - 1])
         scores: list[float] = self._score_at(pack, 1.0)[0].tolist()
         return scores
 
@@ -339,39 +341,45 @@ class Trainer:
                     **{m: moments[f"{name}.{m}"].to(self._device).clone() for m in MOMENTS},
                 }
 
-    def _packs(self, groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[_Pack, bool]]:
+    def _packs(self, groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pack, bool]]:
         """Cut groups into forward passes; True for those whose rollouts carry a gradient."""
         if not groups:
             return
-        rollouts = _collect(groups, [self._advantages(group) for group in groups])
-        signal = rollouts.advantages != 0
+        rollouts = collect(groups, [self._advantages(group) for group in groups], self._proximal)
+        signal = (rollouts.advantages != 0) | self._always_backward
         for has_signal in (True, False):
             members = np.flatnonzero(signal == has_signal)
             lengths = rollouts.num_inputs[members].tolist()
             for places in pack_rollouts(lengths, self._config.micro_batch_tokens):
-                yield _make_pack(rollouts, members[list(places)], self._device), has_signal
+                chosen, aggregation = members[list(places)], self._config.aggregation
+                yield make_pack(rollouts, chosen, self._device, aggregation), has_signal
 
     def _advantages(self, group: TrajectoryGroup) -> list[float]:
-        """Return the group's advantages. Raises: RunFault for a reward that is not finite."""
+        """Return the group's advantages. Raises: GroupFault where one is not finite."""
         try:
-            return group_advantages(group.rewards.tolist(), self._config.advantage)
+            advantages = list(self._group_advantages(group.rewards.tolist()))
         except ValueError as error:
-            raise RunFault("non_finite", f"{_name(group)}: {error}") from error
+            raise GroupFault("non_finite", group, f"{error}; no weight was changed") from error
+        check_advantages(group, advantages)
+        return advantages
 
     def _run(
-        self, pack: _Pack, groups: Sequence[TrajectoryGroup], has_signal: bool
+        self, pack: Pack, groups: Sequence[TrajectoryGroup], has_signal: bool
     ) -> tuple[TokenLoss, Tensor, Tensor]:
-        """Pass a pack forward and, if it carries a gradient, backward."""
+        """Pass a pack forward and, if it carries a gradient, backward.
+
+        Returns the loss, and log-probabilities and entropies [N] without gradient.
+        """
         with torch.set_grad_enabled(has_signal):
             logprobs, entropies = self._score(pack)
-            loss = self._loss(logprobs, pack)
-        _guard(pack, groups, logprobs.detach(), loss)
+            loss = self._loss(logprobs, entropies, pack)
+        guard(pack, groups, logprobs.detach(), loss.losses.detach())
         if has_signal:
-            torch.autograd.backward(loss.total)
-        return loss, logprobs, entropies
+            torch.autograd.backward((loss.losses * pack.weights).sum())
+        return loss, logprobs.detach(), entropies.detach()
 
     def _compare(
-        self, pack: _Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
+        self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
     ) -> None:
         """Show the parity gate the tokens that the weights in use have sampled."""
         if self._num_updates == 0:
@@ -379,11 +387,11 @@ class Trainer:
             named = [groups[place].group_id for place in places]
             self._parity.add(pack.targets[same], pack.sampler_logprobs[same], logprobs[same], named)
 
-    def _score(self, pack: _Pack) -> tuple[Tensor, Tensor]:
+    def _score(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a pack's N targets, as they were sampled."""
         return self._score_at(pack, self._temperature)
 
-    def _score_at(self, pack: _Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score_at(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
         hidden: Tensor = self._model.base_model(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
@@ -391,18 +399,68 @@ class Trainer:
             pack=pack.sequences,
         ).last_hidden_state[0]
         chosen = hidden.index_select(0, pack.predictors)
-        return head_logprobs(chosen, self._head, pack.targets, temperature)
+        return head_logprobs(
+            chosen,
+            self._head,
+            pack.targets,
+            temperature,
+            entropy_gradient=self._config.entropy_coefficient != 0,
+        )
 
-    def _loss(self, logprobs: Tensor, pack: _Pack) -> TokenLoss:
-        """The configured loss, summed over the pack's tokens."""
-        if self._config.loss == "importance_sampling":
-            return importance_sampling_loss(logprobs, pack.sampler_logprobs, pack.advantages)
-        return ppo_loss(
-            logprobs,
-            pack.sampler_logprobs,
-            pack.advantages,
-            self._config.clip_low,
-            self._config.clip_high,
+    def _loss(self, logprobs: Tensor, entropies: Tensor, pack: Pack) -> TokenLoss:
+        """The configured loss of each of the pack's tokens.
+
+        Raises: RunFault for a user's loss that is not one number per token: a sum would be weighted
+        and summed once more.
+        """
+        proximal = None
+        if "proximal_logprobs" in self._needs:
+            moved = self._sums.num_updates > 0
+            proximal = pack.proximal_logprobs if moved else logprobs.detach()
+        tokens = LossInput(
+            logprobs=logprobs,
+            sampler_logprobs=pack.sampler_logprobs,
+            advantages=pack.advantages,
+            rollout_index=pack.rollout_index,
+            num_rollouts=pack.num_rollouts,
+            staleness=self._version - pack.policy_versions,
+            entropies=entropies,
+            proximal_logprobs=proximal,
+            log_ratio_limit=self._limit,
+        )
+        loss = self._token_loss(tokens, self._settings)
+        if loss.losses.shape != logprobs.shape:
+            shape, count = list(loss.losses.shape), len(logprobs)
+            story = f"{self._config.loss} returned losses of shape {shape} for {count} tokens"
+            raise RunFault(
+                "bad_loss", f"{story}: it must be [{count}], neither summed nor averaged"
+            )
+        return regularise(loss, tokens, entropy_coefficient=self._config.entropy_coefficient)
+
+    def _find_limit(self, groups: Sequence[TrajectoryGroup]) -> float:
+        """Score an update's groups in advance, all of them, for the one limit of m2po."""
+        assert not self._pending, "the limit is that of a whole update: accumulate it at once"
+        log_ratios = [torch.zeros(0, device=self._device)]
+        advantages = [torch.zeros(0, device=self._device)]
+        for pack, logprobs in self._score_all(groups):
+            log_ratios.append(logprobs - pack.sampler_logprobs)
+            advantages.append(pack.advantages)
+        return m2po_limit(torch.cat(log_ratios), torch.cat(advantages), self._config.m2_budget)
+
+    def _score_all(self, groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pack, Tensor]]:
+        """Pass groups forward only; log-probabilities [N] of each pack."""
+        for pack, _ in self._packs(groups):
+            with torch.no_grad():
+                logprobs, _ = self._score(pack)
+            yield pack, logprobs
+
+    def _divisor(self) -> float:
+        """What the accumulated gradient is divided by."""
+        return divisor(
+            self._config.aggregation,
+            self._pending_tokens,
+            self._pending_rollouts,
+            self._config.horizon,
         )
 
     def _warmup(self) -> float:
@@ -413,17 +471,18 @@ class Trainer:
         """Return the norm of the accumulated gradients, over all parameters."""
         return float(torch.nn.utils.get_total_norm(self._grads))
 
-    def _gradient_story(self) -> str:
+    def _gradient_fault(self) -> RunFault:
         """Find the group with the non-finite gradient: pass each one backward alone."""
         for group in self._pending:
             self._optimizer.zero_grad(set_to_none=False)
             for pack, has_signal in self._packs([group]):
                 self._run(pack, [group], has_signal)
             if not isfinite(self._grad_norm()):
-                return f"{_name(group)}: its gradient is not finite; no weight was changed"
-        return (
-            f"the gradients of {len(self._pending)} groups overflow in sum; no weight was changed"
-        )
+                story = "its gradient is not finite; no weight was changed"
+                return GroupFault("non_finite", group, story)
+        count = len(self._pending)
+        story = f"the gradients of {count} groups overflow in sum; no weight was changed"
+        return RunFault("non_finite", story)
 
     def _prove_packing(self) -> None:
         """Compare two packed sequences with the model's own eager attention and head.
@@ -434,7 +493,7 @@ class Trainer:
         members = torch.arange(first + second, device=self._device)
         tokens = (members % self._head.shape[0])[None]
         targets = tokens[0].roll(-1)
-        pack = _bare_pack(tokens[0], targets, [first, second])
+        pack = bare_pack(tokens[0], targets, [first, second])
         with torch.no_grad(), _quiet():
             packed, _ = self._score(pack)
             self._model.set_attn_implementation("eager")
@@ -518,112 +577,3 @@ def _view(flat: Tensor, entry: WeightEntry) -> Tensor:
     """Return the entry's place in the flat byte buffer as a tensor."""
     area = flat[entry.offset : entry.offset + entry.num_bytes]
     return area.view(getattr(torch, entry.dtype)).view(entry.shape)
-
-
-def _collect(groups: Sequence[TrajectoryGroup], advantages: Sequence[list[float]]) -> _Rollouts:
-    """Put groups back to back; rollouts without a loss token are left out, they train nothing.
-
-    Raises: RunFault for a rollout whose first token is a loss token: nothing predicts it.
-    """
-    loss_mask = np.concatenate([group.loss_mask for group in groups])
-    offsets = np.cumsum([0] + [len(group.tokens) for group in groups[:-1]])
-    sizes = [len(group.rewards) for group in groups]
-    starts = np.concatenate([group.rollout_starts[:-1] for group in groups])
-    starts = starts + np.repeat(offsets, sizes)
-    places = np.repeat(np.arange(len(groups)), sizes)
-    trained = np.flatnonzero(loss_mask)
-    owner = np.searchsorted(starts, trained, side="right") - 1
-    distance = trained - starts[owner]
-    if not distance.all():
-        culprit = groups[places[owner[np.argmin(distance)]]]
-        raise RunFault("bad_group", f"{_name(culprit)}: a rollout without a prompt token")
-    num_inputs = np.zeros(len(starts), np.int64)
-    num_inputs[owner] = distance
-    kept = np.flatnonzero(num_inputs)
-    return _Rollouts(
-        tokens=np.concatenate([group.tokens for group in groups]).astype(np.int64),
-        loss_mask=loss_mask,
-        sampler_logprobs=np.concatenate([group.sampler_logprobs for group in groups]),
-        policy_versions=np.concatenate([group.policy_versions for group in groups]),
-        on_older_kv=np.concatenate([group.on_older_kv for group in groups]),
-        starts=starts[kept],
-        num_inputs=num_inputs[kept],
-        advantages=np.concatenate(advantages)[kept].astype(np.float32),
-        places=places[kept],
-    )
-
-
-def _make_pack(rollouts: _Rollouts, members: Int64s, device: torch.device) -> _Pack:
-    """Gather the rollouts `members` [R] int64, longest first, into one forward pass."""
-    num_inputs = rollouts.num_inputs[members]
-    positions = np.arange(num_inputs.sum()) - np.repeat(
-        num_inputs.cumsum() - num_inputs, num_inputs
-    )
-    sources = np.repeat(rollouts.starts[members], num_inputs) + positions
-    predictors = np.flatnonzero(rollouts.loss_mask[sources + 1])
-    scored = sources[predictors] + 1
-    owner = np.repeat(members, num_inputs)[predictors]
-
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return _Pack(
-        input_ids=tensor(rollouts.tokens[sources])[None],
-        position_ids=tensor(positions)[None],
-        sequences=plan_attention(num_inputs.tolist(), device),
-        predictors=tensor(predictors),
-        targets=tensor(rollouts.tokens[scored]),
-        sampler_logprobs=tensor(rollouts.sampler_logprobs[scored]),
-        advantages=tensor(rollouts.advantages[owner]),
-        policy_versions=tensor(rollouts.policy_versions[scored]),
-        on_older_kv=tensor(rollouts.on_older_kv[scored]),
-        places=rollouts.places[owner],
-    )
-
-
-def _bare_pack(tokens: Tensor, targets: Tensor, lengths: list[int]) -> _Pack:
-    """Pack whole sequences, back to back in `tokens` [T], to score `targets` [T] after each."""
-    members = torch.arange(len(tokens), device=tokens.device)
-    nothing = torch.zeros_like(members)
-    return _Pack(
-        input_ids=tokens[None],
-        position_ids=torch.cat([members[:length] for length in lengths])[None],
-        sequences=plan_attention(lengths, tokens.device),
-        predictors=members,
-        targets=targets,
-        sampler_logprobs=nothing,
-        advantages=nothing,
-        policy_versions=nothing,
-        on_older_kv=nothing.bool(),
-        places=np.zeros(0, np.int64),
-    )
-
-
-def _guard(
-    pack: _Pack, groups: Sequence[TrajectoryGroup], logprobs: Tensor, loss: TokenLoss
-) -> None:
-    """Let only finite numbers through to the backward pass.
-
-    Raises: RunFault naming the group of the first token that is not.
-    """
-    if isfinite(float(loss.total.detach() + logprobs.sum() + loss.ratio_max)):
-        return
-    ratios = torch.exp(logprobs - pack.sampler_logprobs)
-    for problem, values in (
-        ("sampler log-probability", pack.sampler_logprobs),
-        ("learner log-probability", logprobs),
-        ("importance ratio", ratios),
-        ("loss", ratios * pack.advantages),
-    ):
-        broken = torch.nonzero(~torch.isfinite(values))
-        if len(broken):
-            token = int(broken[0])
-            name = _name(groups[pack.places[token]])
-            story = f"{name}: the {problem} of a token is {float(values[token])}"
-            raise RunFault("non_finite", f"{story}; no weight was changed")
-    raise RunFault("non_finite", f"the losses of {len(groups)} groups overflow in sum")
-
-
-def _name(group: TrajectoryGroup) -> str:
-    """Name a group in a story."""
-    return f"group {group.group_id} (problem {group.problem})"

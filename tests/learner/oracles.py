@@ -125,7 +125,7 @@ def gspo_sequence(case, new, frozen):
 
 
 def behaviour_weight(weight, s):
-    if s.weight_correction == "none":
+    if s.weight_correction == "off":
         return weight
     if s.weight_low <= weight <= s.weight_high:
         return weight

@@ -192,7 +192,7 @@ def test_gspo(compute_loss, case, clips, loss_type, aggregation):
 
 
 @pytest.mark.parametrize(
-    ("correction", "low", "high"), [("truncate", 0.0, 1.2), ("mask", 0.8, 1.2), ("none", 0, 9)]
+    ("correction", "low", "high"), [("truncate", 0.0, 1.2), ("mask", 0.8, 1.2), ("off", 0, 9)]
 )
 def test_decoupled_ppo_is_their_correction_for_vllm(compute_loss, case, correction, low, high):
     """Their old policy is our proximal one; TIS truncates the weight, IcePop masks it."""

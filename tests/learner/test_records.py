@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl_node.config import FakeConfig
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
-from asyncrl_node.learner.records import StalenessSums, TrainedRecords, write_samples
+from asyncrl_node.learner.records import StalenessSums, TrainedRecords, write_fault, write_samples
 from asyncrl_node.tasks.fake import FakeTask
 
 
@@ -198,3 +198,18 @@ def test_samples_are_readable_and_no_more_than_asked_for(tmp_path: Path) -> None
     ]
     write_samples(tmp_path / "none.jsonl", 9, groups, task, 0)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_fault_is_written_with_the_numbers_that_json_has_no_words_for(tmp_path: Path) -> None:
+    group = make_group(3, [[-1, 4, 5], [-1, -1], [-1, 6]])
+    group.rewards[1] = np.nan
+    group.sampler_logprobs[2] = -np.inf
+    path = tmp_path / "fault.jsonl"
+    write_fault(path, 7, group, FakeTask(FakeConfig(), seed=0), "reward 1 of 3 is nan")
+    found = rows_of(path)
+    assert [row["reward"] for row in found] == [0.0, "nan", 1.0]
+    assert [row["sampler_logprobs"] for row in found] == [[0.0, "-inf"], [], [0.0]]
+    assert [row["tokens"] for row in found] == [[1, 2], [], [6]]
+    assert {(row["step"], row["group"], row["fault"]) for row in found} == {
+        (7, 3, "reward 1 of 3 is nan")
+    }

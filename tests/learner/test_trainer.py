@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
+from asyncrl_node.learner.base import GroupFault
 from asyncrl_node.learner.trainer import Trainer
 
 VOCAB = 29
@@ -114,7 +115,7 @@ def make_groups(count=4, seed=0):
 def gradients(trainer):
     """The mean gradient over what was accumulated."""
     return {
-        name: parameter.grad / trainer._pending_tokens
+        name: parameter.grad / trainer._divisor()
         for name, parameter in trainer._model.named_parameters()
     }
 
@@ -406,7 +407,7 @@ def set_reward(group, value):
     ("spoil", "value", "problem"),
     [
         (set_sampler_logprob, float("nan"), "the sampler log-probability of a token is nan"),
-        (set_sampler_logprob, -1e4, "the importance ratio of a token is inf"),
+        (set_sampler_logprob, float("-inf"), "the sampler log-probability of a token is -inf"),
         (set_reward, float("nan"), "reward 0 of 3 is nan"),
         (set_reward, float("inf"), "reward 0 of 3 is inf"),
     ],
@@ -416,8 +417,9 @@ def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, spoil, val
     before = weights(trainer)
     groups = make_groups(4)
     spoil(groups[2], value)
-    with pytest.raises(RunFault, match=rf"group 2 \(problem 102\): {problem}") as fault:
+    with pytest.raises(GroupFault, match=rf"group 2 \(problem 102\): {problem}") as fault:
         trainer.accumulate(groups, VERSION)
+    assert fault.value.group is groups[2]
     assert fault.value.name == "non_finite"
     assert_same(weights(trainer), before, 0.0)
     assert not trainer._optimizer.state
@@ -631,6 +633,6 @@ def test_nothing_is_printed(model_dir, tmp_path, capfd):
 def test_only_the_trainer_needs_transformers():
     program = (
         "import sys; import asyncrl_node.learner.attention, asyncrl_node.learner.logprobs; "
-        "import asyncrl_node.learner.loss; sys.exit('transformers' in sys.modules)"
+        "import asyncrl_node.learner.losses.base; sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -88,6 +88,9 @@ class ScriptedTrainer:
     def copy_weights_into(self, buffer: memoryview) -> None:
         buffer[:] = self.content(self.version)
 
+    def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
+        raise NotImplementedError
+
     def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
         raise NotImplementedError
 

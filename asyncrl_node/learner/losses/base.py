@@ -18,12 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from asyncrl_node.learner.losses.settings import LossSettings
 
 Need = Literal["proximal_logprobs", "log_ratio_limit"]
 Anything = TypeVar("Anything")
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to it on both sides: exp(20), half a billion, is beyond every trust region
+and far from overflow, so one absurd token is clipped like any other and stops no run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,14 @@ class TokenLoss(NamedTuple):
 
 
 Loss = Callable[[LossInput, LossSettings], TokenLoss]
+
+
+def importance_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """exp(logprobs - old_logprobs) [N], the exponent within LARGEST_LOG_RATIO of 0.
+
+    A clamped token has no gradient; a NaN stays one.
+    """
+    return torch.exp((logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
 def token_loss(losses: Tensor, clipped: Tensor, ratios: Tensor) -> TokenLoss:

@@ -1,6 +1,6 @@
 """What to do with behaviour weights w = proximal / sampler that are far from 1.
 
-    none       w
+    off        w
     truncate   min(max(w, low), high)
     mask       w where low <= w <= high, else 0
 

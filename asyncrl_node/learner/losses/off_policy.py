@@ -19,6 +19,7 @@ from asyncrl_node.learner.losses.base import (
     LossInput,
     TokenLoss,
     given,
+    importance_ratios,
     needs,
     token_loss,
 )
@@ -71,7 +72,7 @@ def m2po(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     limit = given(tokens.log_ratio_limit, "log_ratio_limit")
     low = min(1.0 - settings.clip_low, exp(-limit))
     high = max(1.0 + settings.clip_high, exp(min(limit, _LARGEST_EXPONENT)))
-    ratios = torch.exp(tokens.logprobs - tokens.sampler_logprobs)
+    ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     wide = LossSettings(clip_low=1.0 - low, clip_high=high - 1.0, dual_clip=settings.dual_clip)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, wide)
     return token_loss(losses, clipped, ratios)
@@ -102,9 +103,9 @@ _LARGEST_EXPONENT = 80.0
 
 def _decoupled(tokens: LossInput, proximal: Tensor, settings: LossSettings) -> TokenLoss:
     """Decoupled PPO with N proximal log-probabilities that carry no gradient."""
-    behaviour = torch.exp(proximal - tokens.sampler_logprobs)
+    behaviour = importance_ratios(proximal, tokens.sampler_logprobs)
     weights = correct_weights(behaviour, settings)
-    ratios = torch.exp(tokens.logprobs - proximal)
+    ratios = importance_ratios(tokens.logprobs, proximal)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
-    to_sampler = torch.exp(tokens.logprobs - tokens.sampler_logprobs)
+    to_sampler = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     return token_loss(weights * losses, clipped | (weights != behaviour), to_sampler)

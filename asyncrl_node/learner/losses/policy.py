@@ -15,7 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl_node.learner.losses.base import LossInput, TokenLoss, token_loss
+from asyncrl_node.learner.losses.base import (
+    LARGEST_LOG_RATIO,
+    LossInput,
+    TokenLoss,
+    importance_ratios,
+    token_loss,
+)
 from asyncrl_node.learner.losses.settings import LossSettings
 
 
@@ -25,7 +31,7 @@ def importance_sampling(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     The off-policy policy gradient of Degris et al. 2012 (arXiv:1205.4839), per token: unbiased for
     a token given its prefix, but nothing bounds r. It destabilises from a staleness of about 3.
     """
-    ratios = torch.exp(tokens.logprobs - tokens.sampler_logprobs)
+    ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     return token_loss(-(ratios * tokens.advantages), torch.zeros_like(ratios).bool(), ratios)
 
 
@@ -37,7 +43,7 @@ def ppo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     min() leaves unbounded, a negative advantage at a large ratio (Ye et al. 2019,
     arXiv:1912.09729). Reads clip_low, clip_high, dual_clip.
     """
-    ratios = torch.exp(tokens.logprobs - tokens.sampler_logprobs)
+    ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
     return token_loss(losses, clipped, ratios)
 
@@ -50,7 +56,7 @@ def cispo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     and with caps of 2 and 4 it destabilised at a mean staleness of about 2.5.
     Reads ratio_floor, ratio_cap. The value of the loss means nothing, only its gradient does.
     """
-    ratios = torch.exp(tokens.logprobs.detach() - tokens.sampler_logprobs)
+    ratios = importance_ratios(tokens.logprobs.detach(), tokens.sampler_logprobs)
     weights = ratios.clamp(settings.ratio_floor, settings.ratio_cap)
     losses = -(weights * tokens.advantages * tokens.logprobs)
     return token_loss(losses, weights != ratios, ratios)
@@ -65,12 +71,14 @@ def gspo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     vary less than tokens, so the paper clips at 3e-4 and 4e-4. Reads clip_low, clip_high and
     dual_clip.
     """
+    to_sampler = importance_ratios(tokens.logprobs.detach(), tokens.sampler_logprobs)
     log_ratios = (tokens.logprobs - tokens.sampler_logprobs).detach()
+    log_ratios = log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     means = rollout_means(log_ratios, tokens.rollout_index, tokens.num_rollouts)
     sequence = means.index_select(0, tokens.rollout_index)
     ratios = torch.exp(sequence + (tokens.logprobs - tokens.logprobs.detach()))
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
-    return token_loss(losses, clipped, log_ratios.exp())
+    return token_loss(losses, clipped, to_sampler)
 
 
 def clipped_surrogate(

@@ -23,24 +23,58 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
 from asyncrl_node.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl_node.learner.losses.base import Loss
+    from asyncrl_node.learner.losses.base import Loss, Need
+
+
+class LossFacts(NamedTuple):
+    """What is known of a loss without importing it."""
+
+    module: str = ""
+    """Of this package; empty for a user's own."""
+    two_sided: bool | None = None
+    """Whether a token stops pushing once its ratio to the sampler has left the trust region, up or
+    down; None: nobody said."""
+    needs: frozenset[Need] = frozenset()
+    """As @needs has it."""
+
 
 LOSSES = {
-    "importance_sampling": "policy",
-    "ppo": "policy",
-    "cispo": "policy",
-    "gspo": "policy",
-    "decoupled_ppo": "off_policy",
-    "a3po": "off_policy",
-    "m2po": "off_policy",
+    "importance_sampling": LossFacts("policy", two_sided=False),
+    "ppo": LossFacts("policy", two_sided=True),
+    "cispo": LossFacts("policy", two_sided=False),
+    "gspo": LossFacts("policy", two_sided=True),
+    "decoupled_ppo": LossFacts(
+        "off_policy", two_sided=False, needs=frozenset({"proximal_logprobs"})
+    ),
+    "a3po": LossFacts("off_policy", two_sided=True),
+    "m2po": LossFacts("off_policy", two_sided=True, needs=frozenset({"log_ratio_limit"})),
 }
-"""Which module of this package has which loss."""
+"""decoupled_ppo's trust region is around the proximal policy, not around the sampler."""
+
+
+def loss_facts(spec: str, key: str = "learner.loss") -> LossFacts:
+    """Check a loss and say what is known of it; imports no torch unless the user's file does.
+
+    A user's loss may say what it knows itself: `my_loss.two_sided = True`.
+
+    Raises: ConfigError for an unknown name, or a file or function that cannot be used.
+    """
+    if spec in LOSSES:
+        return LOSSES[spec]
+    loss = load_loss(spec, key)
+    return LossFacts("", getattr(loss, "two_sided", None), getattr(loss, "needs", frozenset()))
+
+
+def absolute(spec: str) -> str:
+    """Make the path of `path/to/file.py:function` absolute; a name stays as it is."""
+    path, colon, name = spec.rpartition(":")
+    return f"{Path(path).absolute()}:{name}" if colon else spec
 
 
 def load_loss(spec: str, key: str = "learner.loss") -> Loss:
@@ -49,7 +83,7 @@ def load_loss(spec: str, key: str = "learner.loss") -> Loss:
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
     if spec in LOSSES:
-        module = importlib.import_module(f"{__package__}.{LOSSES[spec]}")
+        module = importlib.import_module(f"{__package__}.{LOSSES[spec].module}")
         return cast("Loss", getattr(module, spec))
     return cast("Loss", _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
 

@@ -25,7 +25,7 @@ class LossSettings:
     """cispo: no token weighs more than this."""
     ratio_floor: float = 0.0
     """cispo: no token weighs less than this."""
-    weight_correction: Literal["none", "truncate", "mask"] = "truncate"
+    weight_correction: Literal["off", "truncate", "mask"] = "truncate"
     """decoupled_ppo, a3po: what happens to behaviour weights outside the two bounds below."""
     weight_low: float = 0.0
     weight_high: float = 5.0

@@ -1,0 +1,120 @@
+"""Losses in whole runs: a user's file, faults written aside, the collapse that is announced."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl_node.cli import parse_command_line
+from asyncrl_node.config import Config
+from asyncrl_node.plan import check_config, settle
+from tests.system.runs import ROOT, launch, logs, rows, train_rows, trained
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+SMALL = ("--groups-per-batch", "8", "--eval-problems", "0")
+
+
+def readme_file(folder: Path) -> Path:
+    """The README's example, saved by the name that it gives itself."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (text for text in code if "my_loss.py" in text)
+    assert example.count("\n") <= 25
+    (folder / "my_loss.py").write_text(example)
+    return folder / "my_loss.py"
+
+
+def test_the_loss_of_the_readme_trains_as_it_stands(tmp_path: Path) -> None:
+    path = readme_file(tmp_path)
+    mine = ("--loss", f"{path}:soft_ppo", "--learner.advantage", f"{path}:to_the_best")
+    done = launch(tmp_path / "run", "--steps", "3", *mine, *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path / "run")
+    assert "trust region" not in done.stdout
+    assert all(row["grad_norm"] > 0 for row in train_rows(tmp_path / "run"))
+
+
+def test_a_path_is_made_absolute_and_the_horizon_filled_in() -> None:
+    config = settle(Config(learner=msgspec.structs.replace(Config().learner, loss="my/l.py:f")))
+    assert config.learner.loss == f"{Path.cwd()}/my/l.py:f"
+    assert config.learner.advantage == "mean_std"
+    longest = settle(Config()).learner.horizon
+    assert longest is not None
+    assert longest > 0
+    assert settle(parsed("--learner.horizon", "7")).learner.horizon == 7
+
+
+def parsed(*flags: str) -> Config:
+    config = parse_command_line(["--run-dir", "here", *flags]).config
+    check_config(config)
+    return config
+
+
+@pytest.mark.parametrize("loss", ["decoupled_ppo", "m2po"])
+def test_losses_that_need_a_pass_in_advance_run(tmp_path: Path, loss: str) -> None:
+    """Two updates a step, data two steps stale: both passes are over tokens of several versions."""
+    flags = ("--steps", "4", "--loss", loss, "--num-substeps", "2", "--pipeline-depth", "2")
+    done = launch(tmp_path / "run", *flags, *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path / "run")
+    assert len(trained(tmp_path / "run")) == 4 * 8
+    assert all(row["grad_norm"] > 0 for row in train_rows(tmp_path / "run"))
+
+
+def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
+    """The first stale tokens meet a loss that is NaN: nothing of their step is trained."""
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "from asyncrl_node.learner.losses.policy import ppo\n"
+        "def spoils(tokens, settings):\n"
+        "    loss = ppo(tokens, settings)\n"
+        "    if int(tokens.staleness.max()) > 0:\n"
+        "        loss.losses.data[-1] = float('nan')\n"
+        "    return loss\n"
+    )
+    run_dir = tmp_path / "run"
+    done = launch(run_dir, "--steps", "5", "--loss", f"{bad}:spoils", *SMALL, timeout_s=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    story = r"non_finite: learner: group (\d+) \(problem (\d+)\): the loss of a token is nan"
+    match = re.search(story, done.stderr)
+    assert match is not None, done.stderr
+    (path,) = (run_dir / "rollouts").glob("fault-step-*.jsonl")
+    aside = rows(path)
+    assert len(aside) == 8
+    assert {(row["group"], row["problem"]) for row in aside} == {(int(match[1]), int(match[2]))}
+    assert all("the loss of a token is nan" in row["fault"] for row in aside)
+    assert all(len(row["tokens"]) == len(row["sampler_logprobs"]) > 0 for row in aside)
+    assert int(match[1]) not in {row["group"] for row in trained(run_dir)}
+
+
+def test_the_beginning_of_a_collapse_is_a_warning_with_the_cure(tmp_path: Path) -> None:
+    """An unclipped loss at thirty times the learning rate, without a warm-up, two steps stale."""
+    reckless = ("--loss", "importance_sampling", "--learning-rate", "0.01", "--steps", "8")
+    more = ("--learner.warmup-steps", "0", "--pipeline-depth", "2")
+    done = launch(tmp_path / "run", *reckless, *more, *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = re.findall("warning: step .*nats per stale token.*", done.stdout)
+    assert "clip on both sides" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--loss", "importance_sampling"), "no two-sided trust region"),
+        (("--loss", "cispo"), "no two-sided trust region"),
+        (("--loss", "decoupled_ppo"), "with num_substeps 1: the ratio to the policy at the start"),
+        (("--loss", "my_loss.py:shy"), "does not say whether it has a two-sided trust region"),
+    ],
+)
+def test_what_is_known_of_a_loss_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
+) -> None:
+    from asyncrl_node.loss_rules import loss_notes
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_loss.py").write_text("def shy(tokens, settings):\n    return tokens\n")
+    assert any(said in note for note in loss_notes(parsed(*flags)))
+    for silent in ("ppo", "gspo", "a3po", "m2po"):
+        assert loss_notes(parsed("--loss", silent)) == []
+    synchronous = parsed(*flags, "--pipeline-depth", "0", "--num-substeps", "2")
+    assert loss_notes(synchronous) == []
