@@ -198,7 +198,7 @@ def test_an_acknowledgement_may_come_after_the_next_publication(learner: Learner
     assert learner.core.acknowledged[0] == 3
 
 
-def test_wrong_weights_are_a_named_fault(learner: Learner) -> None:
+def test_case_16_bytes_of_another_hash_are_a_named_fault(learner: Learner) -> None:
     learner.lease(0)
     learner.do(Release(0, 0, 3))
     (fault,) = learner.do(WeightsLoaded(0, 0, 3, 1))
@@ -232,8 +232,8 @@ def probing() -> Learner:
     return learner
 
 
-def test_weights_that_never_arrived_are_a_named_fault(probing: Learner) -> None:
-    """Case 16: the bytes are right, the hash agrees, the answers are those of old weights."""
+def test_case_16_weights_that_never_arrived_are_a_named_fault(probing: Learner) -> None:
+    """The bytes are right, the hash agrees, the answers are those of old weights."""
     story = stale_story(probing.load(4, canary_of(3)))
     assert "sampler 0 has the bytes of version 4" in story
     assert "by 1.00e+00 at most" in story
@@ -242,7 +242,7 @@ def test_weights_that_never_arrived_are_a_named_fault(probing: Learner) -> None:
     assert probing.do(WeightsLoaded(0, 0, 4, hash_of(4), canary_of(4))) == []
 
 
-def test_a_canary_that_does_not_move_is_a_named_fault_however_wide_the_limit() -> None:
+def test_case_16_a_canary_that_does_not_move_is_a_named_fault_however_wide_the_limit() -> None:
     learner = Learner(PROBE._replace(limit=100.0))
     learner.do(WeightsHello(0, 0))
     learner.load(3, (-1.0, -2.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import subprocess
@@ -14,11 +15,13 @@ import torch
 import transformers
 from torch import nn
 
+from asyncrl_node.core.probe import Answer, Probe, canary_tokens, find_stale
 from asyncrl_node.engines import torch_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest
 from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightEntry
+from asyncrl_node.transport.weights import weights_hash
 
 torch.set_num_threads(1)
 
@@ -373,6 +376,45 @@ def test_scores_are_hugging_faces_and_disturb_nothing(tmp_path, kind):
         rig.run(max_steps=3)
     rig.run()
     rig.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_untied"])
+@pytest.mark.parametrize("part", [None, "_head", "_embedding", "_norm", "_layers", "copies"])
+def test_case_16_a_part_left_stale_is_caught_by_the_canary(tmp_path, kind, part):
+    """One part is a private copy that no load renews, as vLLM's packed head once was.
+
+    The update is as small as an optimizer's; the bytes and their hash are right.
+    """
+    rig = Rig(tmp_path, kind)
+    probe = Probe(canary_tokens(VOCAB, 48), 5e-5)
+    rig.load(0)
+    model = rig.engine._model
+    if part == "copies":
+        model._weights._copies.clear()
+    elif part is not None:
+        setattr(model, part, copy.deepcopy(getattr(model, part)))
+    before = answer(rig, probe)
+    assert find_stale(probe, before, None) is None
+    rig.models[1] = copy.deepcopy(rig.models[0])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in rig.models[1].parameters():
+            parameter.add_(1e-4 * torch.randn(parameter.shape, generator=generator))
+    entries, source = flatten(rig.models[1])
+    rig.engine.load_weights(1, entries, source)
+    assert weights_hash(rig.engine.weights_view()) == weights_hash(source)
+    found = find_stale(probe, answer(rig, probe), before)
+    assert (found is None) == (part is None)
+
+
+def answer(rig: Rig, probe: Probe) -> Answer:
+    """What learner and engine make of the canary under the newest version."""
+    version = rig.engine.policy_version
+    theirs = asyncio.run(rig.engine.score(list(probe.tokens)))
+    with torch.no_grad():
+        logits = rig.models[version](torch.tensor([probe.tokens])).logits[0, :-1]
+    ours = logits.log_softmax(-1).gather(1, torch.tensor(probe.tokens)[1:, None])[:, 0]
+    return Answer(version, tuple(ours.tolist()), tuple(theirs))
 
 
 def test_weights_of_another_dtype_are_converted(tmp_path):

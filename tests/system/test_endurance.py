@@ -141,13 +141,14 @@ def test_a_rollout_as_long_as_300_steps_never_restarts_its_sampler(tmp_path: Pat
     seconds = [0.001] * 5000
     seconds[straggler] = 16.0
     latencies.write_text(json.dumps(seconds))
-    fake_run(
+    done = fake_run(
         run_dir,
         *("--steps", "310", "--fake.train-s", "0.001", "--fake.latencies", str(latencies)),
         *("--groups-per-batch", "2", "--group-size", "2", "--pipeline-depth", "4"),
         *("--max-steps-off-policy", "305", "--weights-overdue-s", "1"),
         *("--fake.num-problems", "5000"),
     )
+    assert "restarts" not in done.stdout, "a warning names whoever is restarted, and why"
     judged = judge(run_dir)
     assert judged.events["restarted"] == 0
     (slow,) = [row for row in judged.trained if row["problem"] == straggler]
