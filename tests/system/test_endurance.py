@@ -29,7 +29,7 @@ would show in the long variants."""
 VLLM_GROWTH_BYTES = 12 << 20
 """vLLM's engine breathes by 4 MB. One copy of the weights per update would be 53 MB in the short
 variant."""
-FAKE = ("--engine", "fake", "--fake.train-s", "0.001", "--fake.weight-bytes", "1000000")
+FAKE = ("--engine", "fake", "--fake.train-s", "0.01", "--fake.weight-bytes", "1000000")
 
 
 def watch(run_dir: Path, steps: int, *flags: str) -> Iterator[tuple[int, str]]:
@@ -54,11 +54,13 @@ def watch(run_dir: Path, steps: int, *flags: str) -> Iterator[tuple[int, str]]:
 
 
 class Held:
-    """The most that each process held within a window."""
+    """The most that each process held within a window, by pid: a name is lost before its process
+    is, and the last of a window may find a run that ends."""
 
     def __init__(self) -> None:
-        self.memory: defaultdict[str, int] = defaultdict(int)
-        self.descriptors: defaultdict[str, int] = defaultdict(int)
+        self.names: dict[int, str] = {}
+        self.memory: defaultdict[int, int] = defaultdict(int)
+        self.descriptors: defaultdict[int, int] = defaultdict(int)
         self.shm_bytes = 0
         self.samples = 0
 
@@ -68,10 +70,10 @@ class Held:
             try:
                 process = psutil.Process(pid)
                 for each in (process, *process.children(recursive=True)):
-                    name = f"{each.name()} {each.pid}"
-                    rss, descriptors = each.memory_info().rss, each.num_fds()
-                    self.memory[name] = max(self.memory[name], rss)
-                    self.descriptors[name] = max(self.descriptors[name], descriptors)
+                    name, rss, descriptors = each.name(), each.memory_info().rss, each.num_fds()
+                    self.names.setdefault(each.pid, name)
+                    self.memory[each.pid] = max(self.memory[each.pid], rss)
+                    self.descriptors[each.pid] = max(self.descriptors[each.pid], descriptors)
             except psutil.NoSuchProcess:
                 continue
         files = Path("/dev/shm").glob(f"arl-{run_id}*/**/*")
@@ -90,11 +92,13 @@ def check_flat(run_dir: Path, steps: int, *flags: str, growth_bytes: int = GROWT
     assert early.samples
     assert late.samples
     assert len(early.memory) >= 3
-    assert set(late.memory) <= set(early.memory), "a process was restarted"
-    growth = {name: late.memory[name] - early.memory[name] for name in late.memory}
-    print(f"growth in KiB: { {n: g >> 10 for n, g in growth.items()} }")  # noqa: T201 - with -s
+    assert late.memory.keys() <= early.memory.keys(), "a process was restarted"
+    growth = {pid: late.memory[pid] - early.memory[pid] for pid in late.memory}
+    for pid, grown in growth.items():
+        held = f"{early.memory[pid] >> 10} KiB, {late.descriptors[pid]} descriptors"
+        print(f"{early.names[pid]}: {held}, grown by {grown >> 10} KiB")  # noqa: T201 - with -s
     assert max(growth.values()) <= growth_bytes, growth
-    assert all(late.descriptors[name] <= early.descriptors[name] + 2 for name in late.descriptors)
+    assert all(late.descriptors[pid] <= early.descriptors[pid] + 2 for pid in late.descriptors)
     assert late.shm_bytes <= early.shm_bytes
     judged = judge(run_dir)
     assert judged.events["restarted"] == 0
