@@ -123,7 +123,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_minibatches: int = 1
     """Forward/backward passes per optimizer update; the gradient does not depend on it."""
     parity_limit: float | None = 5e-5
-    """Largest difference of sampler and learner log-probability before the first update."""
+    """Largest difference of sampler and learner log-probability before the first update, of tokens
+    that the weights in use have sampled; in later steps of their mean. none: not checked."""
     probe_limit: float | None = 5e-5
     """Largest difference of sampler and learner log-probability of a few fixed tokens, after every
     weight update; a sampler beyond it is restarted. none: only the bytes are compared."""
@@ -183,9 +184,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A folder in Hugging Face form. Empty: the small model that ships with the demo task."""
     engine: Literal["auto", "torch", "vllm", "fake"] = "auto"
     """auto: vllm where GPUs are asked for, else the embedded torch engine; fake: scripted."""
-    gpus: str = ""
+    gpus: str | None = None
     """GPUs of this box: a count ("8"), ids ("0,3", and "3," for one) or UUIDs; those that
-    CUDA_VISIBLE_DEVICES hides stay hidden. Empty: run on the CPU."""
+    CUDA_VISIBLE_DEVICES hides stay hidden. Unset: run on the CPU."""
     transport: Literal["auto", "host", "cuda_ipc"] = "auto"
     """How weights reach a sampler. auto: straight from the learner's GPU where there is one and a
     self-test of the pair passes, else host shared memory, with the reason; cuda_ipc: a pair that

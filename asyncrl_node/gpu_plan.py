@@ -134,12 +134,12 @@ class GpuPlan(NamedTuple):
 # -- the text of --gpus --------------------------------------------------------------------------
 
 
-def check_gpus_form(text: str) -> None:
+def check_gpus_form(text: str | None) -> None:
     """Check that `gpus` can be read; whether this machine has them is `own_gpus`' question.
 
     Raises: ConfigError
     """
-    if not text:
+    if text is None:
         return
     words = _gpu_words(text)
     rule = 'must be a count ("8"), ids ("0,3", "3,") or UUIDs ("GPU-8932f937,GPU-1b")'

@@ -425,6 +425,7 @@ def _plan_anywhere(config: Config, nvml: Nvml, environ: Mapping[str, str]) -> Gp
 
     Raises: ConfigError for what could not fit.
     """
+    assert config.gpus is not None
     try:
         gpus, assumed = own_gpus(config.gpus, nvml, environ), ""
     except ConfigError:  # among what would stop the run: see _obstacles

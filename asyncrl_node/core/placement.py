@@ -424,7 +424,7 @@ def _reason(
         f"{split.learners} GPU(s) learn, {split.sampler_gpus} sample"
         + (f" in {split.samplers} engines of {split.tensor_parallel}" if _wide(split) else "")
         + (f", {split.idle} idle" if split.idle else "")
-        + (f"; set by hand: {', '.join(by_hand)}" if by_hand else ""),
+        + (f"; fixed: {', '.join(by_hand)}" if by_hand else ""),
         f"a learner GPU trains {ratio:.1f} x what a sampler GPU samples ({speed.name}); the "
         f"learner needs at least {least} GPU(s)"
         + (", so it would run unsharded too" if least == 1 and split.learners > 1 else ""),

@@ -1,14 +1,18 @@
 """The canary: a few fixed tokens that learner and sampler score after every load. Pure.
 
 A hash proves that the bytes arrived; it does not prove that the model computes with them. A tied
-head with a stale packed copy, a fused matrix that was not renewed, a graph captured over other
-memory: the copy is right and the answers are those of old weights (cases.md, case 16). So after
-each load the sampler scores the canary, and its answers must be
+head with a stale packed copy or a fused matrix that was not renewed: the copy is right and the
+answers are those of old weights (cases.md, case 16). So after each load the sampler scores the
+canary, and its answers must be
 
     near    those of the learner under the same version, within the limit, and
     moved   since the version it had before, if the learner's own have
 
 The second rule needs no limit, so it also holds where rounding makes a wide one necessary.
+
+Scoring is one forward pass over a prompt. What is wrong with decoding alone (a graph captured over
+other memory) it does not see; the parity gate does, at the next update that trains tokens of the
+weights in use (learner/parity.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""The parity gate: before the first update, sampler and learner must score tokens alike.
+"""The parity gate: sampler and learner must score the same tokens alike, under the same weights.
 
-The first batch holds tokens that were sampled by the very weights they are about to be trained by.
-For these the two log-probabilities differ by rounding only; a larger difference means that the two
-are not the same model (a stale head, another temperature, another dtype), and every importance
-ratio of the run would be wrong by it.
+A batch holds tokens that were sampled by the very weights they are about to be trained by. For
+these the two log-probabilities differ by rounding only; a larger difference means that the two are
+not the same model (a stale head, another temperature, another dtype, a sampler that generates by
+weights that it no longer has), and every importance ratio of the run would be wrong by it.
+
+    the first update that holds such tokens     no token may differ by more than the limit
+    each later one                              they may not on average: over a whole run some token
+                                                of a sound sampler is far, and never all of them
 """
 
 from __future__ import annotations
@@ -33,22 +37,25 @@ class WorstToken(NamedTuple):
 
 
 class ParityGate:
-    """Collects differences until `check`, which opens or refuses, once."""
+    """Collects the differences of one update until `check`, which passes or refuses them."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
-        self._open = False
+        self._has_passed = False
+        self._reset()
+
+    def _reset(self) -> None:
         self._sum = 0.0
         self._count = 0
         self._worst: list[WorstToken] = []
 
     def add(self, tokens: Tensor, sampler: Tensor, learner: Tensor, groups: list[int]) -> None:
         """Count N tokens sampled by the weights in use; log-probabilities [N], group of each."""
-        if self._open or not len(tokens):
+        if not len(tokens):
             return
         learner = learner.detach()
         differences = (learner - sampler).abs().nan_to_num(nan=inf)
-        self._sum += float(differences.sum())
+        self._sum += float(differences.double().sum())
         self._count += len(differences)
         for place in differences.topk(min(_NUM_WORST, len(differences))).indices.tolist():
             worst = WorstToken(
@@ -62,24 +69,30 @@ class ParityGate:
         self._worst = heapq.nlargest(_NUM_WORST, self._worst)
 
     def check(self) -> None:
-        """Open the gate for the rest of the run. Raises: RunFault("parity")."""
-        if self._open or not self._count:
+        """Judge what was added since the last check; without any token nothing is judged.
+
+        Raises: RunFault("parity"), before the update that these tokens would train.
+        """
+        if not self._count:
             return
-        self._open = True
         worst = "; ".join(
             f"token {w.token} of group {w.group}: sampler {w.sampler_logprob:.6f}, learner "
             f"{w.learner_logprob:.6f}"
             for w in self._worst
         )
-        highest = self._worst[0].difference
+        highest, mean = self._worst[0].difference, self._sum / self._count
         story = (
             f"log-probabilities of {self._count} tokens under the same weights differ by "
-            f"{highest:.2e} at most and {self._sum / self._count:.2e} on average; worst: {worst}"
+            f"{highest:.2e} at most and {mean:.2e} on average; worst: {worst}"
         )
-        log.info("parity gate: %s", story)
-        if self._limit is not None and highest > self._limit:
+        judged, what = (mean, "average") if self._has_passed else (highest, "largest")
+        if not self._has_passed:
+            log.info("parity gate: %s", story)
+        self._has_passed = True
+        self._reset()
+        if self._limit is not None and judged > self._limit:
             raise RunFault(
                 "parity",
-                f"{story}; the limit is {self._limit:g}, and learner.parity_limit raises it "
-                "(none switches the gate off)",
+                f"{story}; the limit of the {what} is {self._limit:g}, and learner.parity_limit "
+                "raises it (none switches the gate off)",
             )

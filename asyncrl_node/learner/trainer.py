@@ -382,10 +382,9 @@ class Trainer:
         self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
     ) -> None:
         """Show the parity gate the tokens that the weights in use have sampled."""
-        if self._num_updates == 0:
-            places = pack.places[same.cpu().numpy()].tolist()
-            named = [groups[place].group_id for place in places]
-            self._parity.add(pack.targets[same], pack.sampler_logprobs[same], logprobs[same], named)
+        places = pack.places[same.cpu().numpy()].tolist()
+        named = [groups[place].group_id for place in places]
+        self._parity.add(pack.targets[same], pack.sampler_logprobs[same], logprobs[same], named)
 
     def _score(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of a pack's N targets, as they were sampled."""

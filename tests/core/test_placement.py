@@ -397,7 +397,7 @@ def test_a_prompt_that_fills_the_context_is_refused():
 def test_counts_set_by_hand_are_kept():
     split = split_of("8B", 80, 4096, learners=4)
     assert (split.learners, split.samplers, split.idle) == (4, 4, 0)
-    assert split.reason[0] == "4 GPU(s) learn, 4 sample; set by hand: learners"
+    assert split.reason[0] == "4 GPU(s) learn, 4 sample; fixed: learners"
     split = split_of("8B", 80, 4096, samplers=2)
     assert (split.learners, split.samplers) == (6, 2)
     split = split_of("8B", 80, 4096, learners=3, samplers=2)

@@ -38,13 +38,26 @@ def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -
     assert caught.value.name == "parity"
 
 
-def test_it_judges_only_before_the_first_update() -> None:
+def test_it_stays_closed_until_there_is_something_to_judge() -> None:
     gate = ParityGate(5e-5)
-    gate.check()  # nothing of the weights in use has been seen: still closed
+    gate.check()
+    gate.add(*scored(1e-3), [2] * 8)
+    with pytest.raises(RunFault, match="largest"):
+        gate.check()
+
+
+def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
+    """A sampler that goes on generating by old weights is far everywhere, in any later step."""
+    gate = ParityGate(5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.check()
-    gate.add(*scored(1.0), [2] * 8)
+    gate.add(*scored(2e-4), [2] * 8)  # 2.5e-5 on average
     gate.check()
+    gate.check()  # nothing new: what was judged is forgotten
+    gate.add(*scored(1e-3), [3] * 8)
+    with pytest.raises(RunFault, match=r"token 3 of group 3.*average") as caught:
+        gate.check()
+    assert caught.value.name == "parity"
 
 
 def test_none_switches_it_off() -> None:

@@ -609,6 +609,21 @@ def test_dropout_is_off(model_dir):
     assert not any(module.training for module in trainer._model.modules())
 
 
+def test_the_parity_gate_stays_closed_until_tokens_of_the_weights_in_use_come(model_dir):
+    """A first step of stale tokens shows nothing; it must not open the gate for all others."""
+    trainer = Trainer(LearnerConfig(warmup_steps=0), model_dir, 1.0, 0)
+    masks = [[0, 1, 1, 1], [0, 0, 1, 1]]
+    trainer.accumulate([make_group(0, masks, [1, 0], version=VERSION - 1)], VERSION)
+    trainer.update()
+    trainer.finish_step()
+    before = weights(trainer)
+    trainer.accumulate([make_group(1, masks, [1, 0], version=VERSION + 1)], VERSION + 1)
+    with pytest.raises(RunFault) as caught:
+        trainer.update()
+    assert caught.value.name == "parity"
+    assert_same(weights(trainer), before, 0.0)
+
+
 def test_the_parity_gate_closes_before_anything_moves(model_dir):
     """The same groups, judged: their made-up log-probabilities are another model's."""
     trainer = Trainer(LearnerConfig(warmup_steps=0), model_dir, 1.0, 0)

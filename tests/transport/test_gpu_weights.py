@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from asyncrl_node.config import Config
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.core.publishing import PublishingCore, PublishingEvent, ToSampler
-from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.core.sampling import SamplerCore, SamplerEvent, SamplerSettings, ToLearner
 from asyncrl_node.core.transport import (
     CloseTest,
@@ -88,23 +87,8 @@ class ScriptedTrainer:
     def copy_weights_into(self, buffer: memoryview) -> None:
         buffer[:] = self.content(self.version)
 
-    def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
-        raise NotImplementedError
-
-    def accumulate(self, groups: Sequence[TrajectoryGroup], policy_version: int) -> None:
-        raise NotImplementedError
-
-    def update(self) -> None:
-        raise NotImplementedError
-
-    def finish_step(self) -> dict[str, float]:
-        raise NotImplementedError
-
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         return MANIFEST.entries, MANIFEST.num_bytes
-
-    def save(self, folder: Path) -> None:
-        raise NotImplementedError
 
 
 class Sampler:
@@ -145,7 +129,7 @@ class Sampler:
 class World:
     """One learner with GPU 0, samplers by number, and the line between them."""
 
-    def __init__(self, path: Path, transport: str = "auto", gpus: str = "3") -> None:
+    def __init__(self, path: Path, transport: str = "auto", gpus: str | None = "3") -> None:
         self.path = path
         self.machine = FakeMachine([FakeGpu(bytes([0xA0 + n]) * 16) for n in range(3)])
         self.library = self.machine.process([0])
@@ -486,7 +470,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 
 def test_without_gpus_no_driver_is_touched(tmp_path: Path) -> None:
-    world = World(tmp_path / "weights", gpus="")
+    world = World(tmp_path / "weights", gpus=None)
     world.start_learner()
     world.start_sampler(0).weights._has_gpu = False
     world.settle()
