@@ -45,7 +45,7 @@ def require_ipc(session: Session) -> CudaDevice:
     if session.ipc is None:
         session.ipc = ""
         try:
-            with peer() as other, plain_buffer(session.device, MIB) as (_, handle):
+            with peer() as other, plain_buffer(session.device, 2 * MIB) as (_, handle):
                 other.call("map", handle)
                 other.call("unmap", handle)
         except (PeerFault, RunFault) as error:

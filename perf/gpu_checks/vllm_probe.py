@@ -79,9 +79,9 @@ class Learner:
     def __init__(self, order: Order) -> None:
         from asyncrl_node.learner.trainer import Trainer
 
-        self.trainer: Trainer = Trainer(
-            LearnerConfig(), Path(order.model_dir), 1.0, 0, "cpu" if order.on == "cpu" else "cuda"
-        )
+        # vLLM wants most of a card; where nothing is compared the trainer stays off it
+        on = "cpu" if order.kind == "price" else order.on
+        self.trainer: Trainer = Trainer(LearnerConfig(), Path(order.model_dir), 1.0, 0, on)
         entries, num_bytes = self.trainer.manifest()
         self.manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
         self.path = SHM_FOLDER / f"arl-check-{secrets.token_hex(4)}"
