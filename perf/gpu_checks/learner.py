@@ -61,7 +61,7 @@ def measure_step(session: Session, size: str) -> Step:
     config = LearnerConfig(micro_batch_tokens=scale.micro_batch_tokens)
     took_s: list[float] = []
     most = peak_bytes(
-        session, lambda: took_s.append(step_seconds(config, model_dir, session.on, groups))
+        session, lambda: took_s.append(step_seconds(config, model_dir, session.on, groups, 1))
     )
     parts = learner_parts(shape, 1, scale.micro_batch_tokens, build="present")
     forecast = parts.total - parts.fixed - parts.published  # neither is torch's, or there
