@@ -149,6 +149,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Extra seconds that loading weights takes on a sampler."""
     stale_after_version: int | None = None
     """Later versions never reach a sampler's model, though their bytes do; its first load does."""
+    decode_stale_after_version: int | None = None
+    """Later versions never reach what a sampler decodes with, though it scores by them."""
     raise_rate: float = 0.0
     """Share of rollout attempts that raise, drawn by seed."""
     raise_problems: tuple[int, ...] = ()

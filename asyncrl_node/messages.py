@@ -407,7 +407,10 @@ class WeightsLoaded(Message, frozen=True):
     version: int
     weights_hash: int
     canary_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
-    """What the weights in use make of the canary; see core/probe.py."""
+    """What the weights in use make of the canary and of the tokens decoded after it, scored in one
+    pass; see core/probe.py."""
+    decoded_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
+    """The same tokens after the canary, as they were decoded."""
 
 
 class WritePattern(Message, frozen=True):
@@ -454,6 +457,8 @@ class LeaseGranted(Message, frozen=True):
     weights_hash: int
     canary: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     """Tokens to score once the weights are in use; none: the probe is off."""
+    num_decoded: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    """Tokens to decode after the canary, and to score with it."""
 
 
 class TransportOffer(Message, frozen=True):

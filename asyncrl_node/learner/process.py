@@ -21,7 +21,7 @@ from math import isfinite
 from pathlib import Path
 
 from asyncrl_node.config import Config
-from asyncrl_node.core.probe import Probe, canary_tokens
+from asyncrl_node.core.probe import Probe, make_probe
 from asyncrl_node.core.publishing import PublishingCore
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
@@ -273,8 +273,7 @@ class LearnerProcess:
         """The canary that every sampler can take as a prompt; None where the probe is off."""
         limit = self._config.learner.probe_limit
         most = max_rollout_tokens(self._config, self._task) - 1
-        tokens = canary_tokens(self._trainer.vocab_size, most)
-        return Probe(tokens, limit) if limit is not None and tokens else None
+        return None if limit is None else make_probe(self._trainer.vocab_size, most, limit)
 
     def _score_canary(self, version: int) -> tuple[float, ...]:
         """Score the canary. Raises: RunFault("non_finite") for weights that are broken."""

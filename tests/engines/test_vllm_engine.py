@@ -26,7 +26,7 @@ import torch
 import transformers
 from torch import nn
 
-from asyncrl_node.core.probe import Answer, Probe, canary_tokens, find_stale
+from asyncrl_node.core.probe import Answer, Probe, find_stale, make_probe
 from asyncrl_node.engines import vllm_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest, OwnProcessLoader
 from asyncrl_node.engines.vllm_engine import (
@@ -36,6 +36,7 @@ from asyncrl_node.engines.vllm_engine import (
 )
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
+from asyncrl_node.sampler.weights import answer_canary
 from asyncrl_node.transport.weights import SharedMemoryExport, layout_hash
 from tests.engines.contract import CHECKS, Check
 from tests.vllm_gate import need_vllm
@@ -353,13 +354,14 @@ def canary_answer(rig: Rig, answers: list[Answer], probe: Probe) -> Callable[[],
         for step in (None, 1e-4):  # the second update is as small as an optimizer's
             version = await rig.load(step=step)
             ours = rig.learner.score(version, list(probe.tokens)).tolist()
-            theirs = await rig.engine.score(list(probe.tokens))
-            answers.append(Answer(version, tuple(ours), tuple(theirs)))
+            theirs = await answer_canary(rig.engine, probe.tokens, probe.num_decoded)
+            answers.append(Answer(version, tuple(ours), *theirs))
 
     return load_and_score
 
 
-PROBE = Probe(canary_tokens(VOCAB, CONTEXT), 5e-5)
+PROBE = make_probe(VOCAB, CONTEXT, 5e-5)
+assert PROBE is not None
 
 
 def test_case_16_the_canary_passes_where_weights_arrive(any_rig: Rig):
@@ -369,11 +371,17 @@ def test_case_16_the_canary_passes_where_weights_arrive(any_rig: Rig):
 
 
 @pytest.mark.usefixtures("rigs")
-def test_case_16_a_tied_head_left_stale_is_caught_by_the_canary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stale", "story"),
+    [
+        ("tests.engines.stale_head.StaleHeadWorker", "differ from the learner's"),
+        ("tests.engines.stale_decode.StaleDecodeWorker", "it decodes otherwise than it scores"),
+    ],
+)
+def test_case_16_a_head_left_stale_is_caught_by_the_canary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: str, story: str
 ):
     """The hash of what arrived is right, and is compared by `load`; the answers are not."""
-    stale = "tests.engines.stale_head.StaleHeadWorker"
     monkeypatch.setattr(vllm_engine, "WORKER_EXTENSION", stale)
     answers: list[Answer] = []
     with asyncio.Runner() as runner:
@@ -386,7 +394,7 @@ def test_case_16_a_tied_head_left_stale_is_caught_by_the_canary(
             runner.run(asyncio.sleep(0))
             del rig
     gc.collect()
-    assert find_stale(PROBE, answers[1], answers[0]) is not None
+    assert story in str(find_stale(PROBE, answers[1], answers[0]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

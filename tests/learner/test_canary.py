@@ -6,7 +6,6 @@ where the bytes are right and the network computes with others.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 from asyncrl_node.config import LearnerConfig
-from asyncrl_node.core.probe import Probe, canary_tokens
+from asyncrl_node.core.probe import make_probe
 from asyncrl_node.core.publishing import (
     AtFault,
     PublishingCore,
@@ -36,7 +35,9 @@ from asyncrl_node.messages import (
     WeightsLoaded,
     WeightsManifest,
 )
+from asyncrl_node.sampler.weights import answer_canary
 from asyncrl_node.transport.weights import layout_hash, weights_hash
+from tests.engines.contract import stepped
 
 CONTEXT = 40
 MODEL = Qwen3Config(
@@ -66,8 +67,9 @@ class Pair:
         self.entries, num_bytes = self.trainer.manifest()
         self.buffer = np.zeros(num_bytes, np.uint8)
         manifest = WeightsManifest(num_bytes, self.entries, layout_hash(self.entries))
-        tokens = canary_tokens(self.trainer.vocab_size, CONTEXT - 1)
-        self.probe = Probe(tokens, 5e-5)
+        probe = make_probe(self.trainer.vocab_size, CONTEXT - 1, 5e-5)
+        assert probe is not None
+        self.probe = probe
         self.core = PublishingCore(manifest, 60.0, self.probe)
         self.core.handle(WeightsHello(0, 0), 0.0)
         self.version = -1
@@ -85,9 +87,10 @@ class Pair:
         self.core.handle(Lease(0, 0), 0.0)
         self.engine.load_weights(self.version, self.entries, self.buffer.data.toreadonly())
         self.core.handle(Release(0, 0, self.version), 0.0)
-        theirs = tuple(asyncio.run(self.engine.score(self.probe.tokens)))
+        trying = answer_canary(self.engine, self.probe.tokens, self.probe.num_decoded)
+        theirs = stepped(self.engine, trying)
         digest = weights_hash(self.engine.weights_view())
-        loaded = WeightsLoaded(0, 0, self.version, digest, theirs)
+        loaded = WeightsLoaded(0, 0, self.version, digest, *theirs)
         (verdict,) = self.core.handle(loaded, 0.0)
         return verdict
 
