@@ -1,7 +1,7 @@
 """Every message between processes: its direction is the union it belongs to.
 
 sampler -> scheduler   SamplerMessage        scheduler -> sampler   SamplerOrder
-learner -> scheduler   LearnerMessage, Warned   scheduler -> learner   LearnerOrder
+learner -> scheduler   LearnerReport         scheduler -> learner   LearnerOrder
 launcher -> scheduler  LauncherMessage       scheduler -> launcher  LauncherReport
 sampler -> learner     WeightRequest         learner -> sampler     WeightNotice
 
@@ -325,6 +325,12 @@ class Warned(Message, frozen=True):
     text: str
 
 
+class Noted(Message, frozen=True):
+    """A line for the user's screen; nothing is wrong. From the learner."""
+
+    text: str
+
+
 class RestartSampler(Message, frozen=True):
     """Kill this sampler and start it anew."""
 
@@ -345,7 +351,8 @@ class RunEnded(Message, frozen=True):
     leftover: int
 
 
-LauncherReport = Status | Warned | RestartSampler | RunEnded
+LearnerReport = LearnerMessage | Warned | Noted
+LauncherReport = Status | Warned | Noted | RestartSampler | RunEnded
 
 # -- sampler <-> learner: the weight transaction -----------------------------------------------
 

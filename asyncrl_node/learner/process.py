@@ -37,6 +37,7 @@ from asyncrl_node.messages import (
     EvaluationDone,
     LearnerFinished,
     LearnerHello,
+    Noted,
     Published,
     RequestEvaluation,
     StepFinished,
@@ -117,6 +118,8 @@ class LearnerProcess:
         self._saved_version = -1
         self._num_orders = 0
         self._num_evaluations = 0
+        self._has_reported = False
+        """True once the parity gate's figures are on the screen."""
         self._open_evaluations: set[int] = set()
         """Asked for and not answered yet."""
         self._last_version = config.start_version + config.steps
@@ -154,6 +157,7 @@ class LearnerProcess:
         step = self._version
         if step == self._last_version or not self._train_batch(step):
             return False
+        self._report_parity()
         metrics: dict[str, float | None] = dict(self._trainer.finish_step())
         for population in ("same_version", "older_kv", "stale"):
             if not metrics.get(f"mismatch/num_tokens_{population}"):
@@ -171,6 +175,12 @@ class LearnerProcess:
             metrics.update(self._clock.row())
             self._courier.send(StepFinished(step, metrics))
         return True
+
+    def _report_parity(self) -> None:
+        report = self._trainer.parity_report
+        if report is not None and not self._has_reported:
+            self._has_reported = True
+            self._courier.send(Noted(report))
 
     def _train_batch(self, step: int) -> bool:
         """Take and train the batch of a step; False when there is nothing more to train."""

@@ -35,7 +35,8 @@ from asyncrl_node.core.scheduling import SchedulerCore, Tick
 from asyncrl_node.messages import (
     LauncherMessage,
     LauncherReport,
-    LearnerMessage,
+    LearnerReport,
+    Noted,
     SamplerExited,
     SamplerHello,
     SamplerMessage,
@@ -93,7 +94,7 @@ class SchedulerProcess:
             endpoint(Path(runtime.sockets_dir), "scheduler"),
             {
                 "sampler": SamplerMessage,
-                "learner": LearnerMessage | Warned,
+                "learner": LearnerReport,
                 "launcher": LauncherMessage,
             },
         )
@@ -129,7 +130,7 @@ class SchedulerProcess:
     def _drain_socket(self) -> None:
         while not self._finished and (received := self._router.receive()) is not None:
             peer, message = received
-            if isinstance(message, Warned):
+            if isinstance(message, Warned | Noted):
                 self._report(message)
                 continue
             if isinstance(message, SamplerHello):

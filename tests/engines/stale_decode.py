@@ -15,12 +15,13 @@ _finish = FlatWeightTransferEngine.finish_weight_update
 
 
 def finish_and_break(engine: FlatWeightTransferEngine) -> None:
-    """Load as ever; after the first load, keep its head for passes over one token."""
+    """Load as ever; after the first load, keep its head for passes that decode alone."""
     _finish(engine)
     model: Any = engine.model
     if hasattr(model, "first_head"):
         return
-    model.first_head = model.model.embed_tokens.weight.detach().clone()
+    size = model.config.vocab_size  # what lies beyond is padding
+    model.first_head = model.model.embed_tokens.weight[:size].detach().clone()
     forward, compute_logits = model.forward, model.compute_logits
     num_tokens = 0
 
@@ -30,7 +31,7 @@ def finish_and_break(engine: FlatWeightTransferEngine) -> None:
         return forward(input_ids, *rest, **more)
 
     def compute_stale_logits(hidden: Tensor, *rest: Any, **more: Any) -> Any:
-        if num_tokens == 1:
+        if num_tokens == len(hidden):
             return hidden @ model.first_head.T
         return compute_logits(hidden, *rest, **more)
 
