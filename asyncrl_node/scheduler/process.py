@@ -71,6 +71,7 @@ def scheduler_settings(config: Config) -> SchedulerSettings:
         seed=config.seed,
         start_version=config.start_version,
         filter_constant_rewards=config.pacing.filter_constant_rewards,
+        fixed_staleness=config.pacing.fixed_staleness,
         eval_problems=config.eval_problems,
         warn_every_s=config.warn_every_s,
         rollout_timeout_s=config.sampling.rollout_timeout_s,
