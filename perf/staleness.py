@@ -1,4 +1,4 @@
-"""How stale may data be before anything is lost? The demo task, trained on data exactly s steps old.
+"""How stale may data be before anything is lost? The demo task, on data exactly s steps old.
 
     python perf/staleness.py [--jobs 2] [--results perf/staleness.jsonl]   the grid; resumes
     python perf/staleness.py --table                                       what there is, as tables
@@ -272,8 +272,8 @@ def words(outcome: Outcome) -> str:
     reward = "none" if outcome.reward is None else f"{outcome.reward:.3f}"
     exact = "" if outcome.is_exact else " (NOT AS ASKED)"
     return (
-        f"{cell.setting}, lr {cell.learning_rate:g}, seed {cell.seed}: held-out {reward} at staleness "
-        f"{outcome.staleness_min}..{outcome.staleness_max}{exact}, largest ratio "
+        f"{cell.setting}, lr {cell.learning_rate:g}, seed {cell.seed}: held-out {reward} at "
+        f"staleness {outcome.staleness_min}..{outcome.staleness_max}{exact}, largest ratio "
         f"{outcome.ratio_max:.3g}, {outcome.seconds:.0f} s, {outcome.ended}"
     )
 
@@ -284,9 +284,9 @@ def averages(
     """Give mean, standard deviation and number of seeds by (setting, staleness)."""
     rewards: dict[tuple[str, int], list[float]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.is_exact and outcome.reward is not None:
-            if outcome.cell.learning_rate == rate:
-                rewards[outcome.cell.setting, outcome.cell.staleness].append(outcome.reward)
+        cell = outcome.cell
+        if outcome.is_exact and outcome.reward is not None and cell.learning_rate == rate:
+            rewards[cell.setting, cell.staleness].append(outcome.reward)
     return {
         key: (
             statistics.fmean(found),
