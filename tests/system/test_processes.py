@@ -77,6 +77,22 @@ def test_case_16_weights_that_never_arrive_again_and_again_end_the_run_by_name(
     assert "learner.probe_limit" in done.stderr
 
 
+def test_fixed_staleness_is_the_depth_in_what_is_trained(tmp_path: Path) -> None:
+    """Latencies from a hundredth of a second to half a one; two samplers."""
+    run_dir = tmp_path / "run"
+    latencies = tmp_path / "latencies.json"
+    latencies.write_text("[0.5, 0.01, 0.03, 0.01, 0.1]")
+    fake_run(
+        run_dir,
+        *("--steps", "10", "--groups-per-batch", "4", "--group-size", "2", "--samplers", "2"),
+        *("--pipeline-depth", "3", "--max-steps-off-policy", "5", "--fake.train-s", "0.01"),
+        *("--pacing.fixed-staleness", "true", "--fake.latencies", str(latencies)),
+    )
+    judged = judge(run_dir)
+    stale = [(row["step"], row["step"] - row["version_min"]) for row in judged.trained]
+    assert stale == [(step, min(step, 3)) for step in range(10) for _ in range(4)]
+
+
 def test_a_slow_rollout_is_never_at_fault(tmp_path: Path) -> None:
     """Rollouts ten times longer than the weight deadline, with weights swapped inside them."""
     run_dir = tmp_path / "run"
