@@ -1,14 +1,12 @@
 """The same tensors through TRL's GRPOTrainer._compute_loss and RLOOTrainer's advantages: numbers.
 
-TRL is not a dependency. Without it these tests are skipped, unless ASYNCRL_REQUIRE_TRL=1 is set:
-then its absence is a failure. Of TRL's loss only the function runs, on a stand-in for its trainer
+TRL is not a dependency. Of TRL's loss only the function runs, on a stand-in for its trainer
 that answers log-probabilities. Its advantages are part of sampling, so there its real trainers
 sample a few tokens of the demo's model and are given scripted rewards.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import defaultdict
 from dataclasses import replace
@@ -27,9 +25,9 @@ from asyncrl_node.learner.losses.registry import load_loss
 from asyncrl_node.learner.losses.regularizers import regularise
 from asyncrl_node.learner.losses.settings import LossSettings
 from tests.learner.oracles import random_case
+from tests.optional_package import need_trl
 
-if os.environ.get("ASYNCRL_REQUIRE_TRL") != "1":
-    pytest.importorskip("trl")
+need_trl()
 
 HORIZON = 9
 LENGTHS = [[4, 1, 9, 6], [3, 0, 9, 0, 2], [1], [5, 5, 5]]
