@@ -79,7 +79,8 @@ def trainer(logprobs, entropies, **settings):
         entropy_coef=0.0,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
-    names.args.delta = settings.pop("delta", None)
+    for name in ("delta", "use_bias_correction_kl"):
+        setattr(names.args, name, settings.pop(name, getattr(names.args, name)))
     names.__dict__.update(settings)
     return names
 
@@ -206,10 +207,13 @@ def test_decoupled_ppo_is_their_correction_for_vllm(compute_loss, case, correcti
     )
 
 
-def test_kl_k3(compute_loss, case):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kl_k3(compute_loss, case, weighted):
+    terms = {"kl_coefficient": 0.3, "kl_kind": "k3", "kl_weighted": weighted}
+    settings = {"beta": 0.3, "use_bias_correction_kl": weighted}
     assert_same(
-        ours("ppo", case, LossSettings(), "sequence_mean", kl_coefficient=0.3, kl_kind="k3"),
-        theirs(compute_loss, case, case.old, reference=case.proximal, beta=0.3),
+        ours("ppo", case, LossSettings(), "sequence_mean", **terms),
+        theirs(compute_loss, case, case.old, reference=case.proximal, **settings),
     )
 
 
