@@ -112,6 +112,16 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """m2po: largest mean squared log-ratio of the tokens that push against the trust region."""
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus, per token."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to a reference model, per token; above 0 the learner keeps that model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """What each one optimises, weighted or not, is in learner/losses/regularizers.py."""
+    kl_weighted: bool = True
+    """Weigh the estimate by the importance ratio: with k1 and k3 the gradient is then that of
+    KL(policy || reference), on stale data too."""
+    reference_model: str = ""
+    """A folder in Hugging Face form, of the policy's kind and vocabulary. Empty: the weights that
+    the run starts from."""
     optimizer: Literal["adamw", "adamw_bf16_sr", "adamw_cpu"] = "adamw"
     """adamw keeps 16 bytes per parameter on the GPUs. The others (bf16 with stochastic rounding, 8;
     moments in host memory, 4) are forecast by --dry-run and not built yet."""
