@@ -33,6 +33,10 @@ class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """K: no token is trained more than K steps after its weights; `none` = no bound."""
     streaming: bool = False
     """Take the batch minibatch by minibatch, as groups complete, instead of whole."""
+    fixed_staleness: bool = False
+    """For experiments: the learner takes only when nothing is in flight, so every group is exactly
+    `pipeline_depth` steps stale, once the pipeline has filled (one that replaces a filtered group
+    is less). Slow: sampling and training take turns."""
     filter_constant_rewards: bool = False
     """Drop groups whose rewards are all equal before they are taken; their slot frees at once."""
 
@@ -108,6 +112,16 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """m2po: largest mean squared log-ratio of the tokens that push against the trust region."""
     entropy_coefficient: float = 0.0
     """Weight of an entropy bonus, per token."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to a reference model, per token; above 0 the learner keeps that model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """What each one optimises, weighted or not, is in learner/losses/regularizers.py."""
+    kl_weighted: bool = True
+    """Weigh the estimate by the importance ratio: with k1 and k3 the gradient is then that of
+    KL(policy || reference), on stale data too."""
+    reference_model: str = ""
+    """A folder in Hugging Face form, of the policy's kind and vocabulary. Empty: the weights that
+    the run starts from."""
     optimizer: Literal["adamw", "adamw_bf16_sr", "adamw_cpu"] = "adamw"
     """adamw keeps 16 bytes per parameter on the GPUs. The others (bf16 with stochastic rounding, 8;
     moments in host memory, 4) are forecast by --dry-run and not built yet."""
@@ -149,6 +163,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Extra seconds that loading weights takes on a sampler."""
     stale_after_version: int | None = None
     """Later versions never reach a sampler's model, though their bytes do; its first load does."""
+    decode_stale_after_version: int | None = None
+    """Later versions never reach what a sampler decodes with, though it scores by them."""
     raise_rate: float = 0.0
     """Share of rollout attempts that raise, drawn by seed."""
     raise_problems: tuple[int, ...] = ()

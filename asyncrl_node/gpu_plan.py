@@ -43,6 +43,7 @@ from asyncrl_node.core.placement import (
 )
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.gpus import Gpu, Nvml, Placement, place, placement_table, select_gpus
+from asyncrl_node.loss_rules import reference_folder
 from asyncrl_node.sampling_rules import KVAfterUpdate, kv_after_update, kv_words
 
 ASSUMED_BYTES = 80_000_000_000
@@ -70,15 +71,12 @@ class Ask(NamedTuple):
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes. Raises: ConfigError."""
-        try:
-            fields = msgspec.json.decode((self.folder / "config.json").read_bytes())
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
-            rule = f"must hold a config.json that is JSON: {error}"
-            raise ConfigError("model", rule, self.folder) from error
-        if not isinstance(fields, dict):
-            raise ConfigError("model", "must hold a config.json that is an object", self.folder)
-        return ModelShape.from_config(fields)
+        """The model's sizes, and its reference's. Raises: ConfigError."""
+        shape, learner = _read_shape(self.folder), self.config.learner
+        if not learner.kl_coefficient:
+            return shape
+        other = reference_folder(learner)
+        return shape._replace(reference=(_read_shape(other) if other else shape).parameters)
 
     @property
     def workload(self) -> Workload:
@@ -92,6 +90,17 @@ class Ask(NamedTuple):
             max_concurrent_rollouts=self.config.sampling.max_concurrent_rollouts,
             outstanding_rollouts=pacing.groups_per_batch * pacing.group_size * (pacing.depth + 1),
         )
+
+
+def _read_shape(folder: Path) -> ModelShape:
+    try:
+        fields = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        rule = f"must hold a config.json that is JSON: {error}"
+        raise ConfigError("model", rule, folder) from error
+    if not isinstance(fields, dict):
+        raise ConfigError("model", "must hold a config.json that is an object", folder)
+    return ModelShape.from_config(fields)
 
 
 class GpuPlan(NamedTuple):
@@ -477,6 +486,7 @@ def _host_words(plan: GpuPlan) -> str:
 _LEARNER_ROWS = {
     "state": "weights, gradients, Adam",
     "published": "published copy",
+    "reference": "reference model",
     "gathered": "gathered layers",
     "activations": "activations",
     "logits": "logits, by chunks",

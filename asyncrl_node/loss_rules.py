@@ -1,9 +1,11 @@
-"""Which losses go with which settings, and what is known of them on stale data.
+"""Which losses go with which settings, what is known of them on stale data, and the reference.
 
 Imports no torch (a user's own file may) and starts nothing; plan.py calls it.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 
@@ -44,15 +46,78 @@ def _check_bounds(learner: LearnerConfig) -> None:
             raise ConfigError(f"learner.{low}", f"must be at most {high}, which is {most:g}", least)
 
 
-def settled(config: Config, most_loss_tokens: int) -> Config:
-    """Fill in the horizon and make paths absolute, for processes that start elsewhere."""
+def settled(config: Config, most_loss_tokens: int, model_dir: Path) -> Config:
+    """Fill in the horizon and the reference and make paths absolute, for processes elsewhere.
+
+    The reference by name in config.toml is what keeps it: a run that goes on from its checkpoint
+    is held to the weights that it began with, not to those it goes on from.
+    """
+    learner, reference = config.learner, reference_folder(config.learner)
+    if learner.kl_coefficient:
+        reference = reference or model_dir
     learner = msgspec.structs.replace(
-        config.learner,
-        loss=absolute(config.learner.loss),
-        advantage=absolute(config.learner.advantage),
-        horizon=config.learner.horizon or most_loss_tokens,
+        learner,
+        loss=absolute(learner.loss),
+        advantage=absolute(learner.advantage),
+        horizon=learner.horizon or most_loss_tokens,
+        reference_model="" if reference is None else str(reference.absolute()),
     )
     return msgspec.structs.replace(config, learner=learner)
+
+
+# -- the reference model -------------------------------------------------------------------------
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """What of a config.json must be the same for two models to score each other's tokens."""
+
+    model_type: str = ""
+    vocab_size: int = 0
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    """Of a tokenizer.json."""
+
+    vocab: msgspec.Raw = msgspec.Raw()
+
+
+class _Tokenizer(msgspec.Struct, frozen=True):
+    model: _Vocabulary = _Vocabulary()
+
+
+def reference_folder(learner: LearnerConfig) -> Path | None:
+    """Folder of the reference model that was asked for; None: no KL term, or the first weights."""
+    wanted = learner.kl_coefficient and learner.reference_model
+    return Path(learner.reference_model) if wanted else None
+
+
+def other_kind(model_dir: Path, reference_dir: Path) -> str | None:
+    """Say in which way two model folders do not fit together; None: they do.
+
+    Their config.json files are readable. Tokenizers are compared where both have one.
+    """
+    ours, theirs = (
+        msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind)
+        for folder in (model_dir, reference_dir)
+    )
+    for field in _Kind.__struct_fields__:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            return f"its {field} is {other}, and the model's {mine}"
+    words, other_words = _vocabulary(model_dir), _vocabulary(reference_dir)
+    if None not in (words, other_words) and words != other_words:
+        return "its tokenizer has other tokens"
+    return None
+
+
+def _vocabulary(folder: Path) -> object:
+    """Tokens of the folder's tokenizer.json; None where it has none that is of that form."""
+    try:
+        text = (folder / "tokenizer.json").read_bytes()
+        vocabulary = msgspec.json.decode(text, type=_Tokenizer).model.vocab
+        return msgspec.json.decode(vocabulary) if len(bytes(vocabulary)) else None
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
 
 
 def loss_notes(config: Config) -> list[str]:
@@ -73,5 +138,10 @@ def loss_notes(config: Config) -> list[str]:
         notes.append(
             f"loss {learner.loss} has no two-sided trust region around the sampler and "
             f"pipeline_depth is {depth}: known to collapse on stale data; prefer --loss ppo"
+        )
+    if learner.kl_coefficient and learner.kl_estimator == "k1" and not learner.kl_weighted:
+        notes.append(
+            "kl_estimator k1 without kl_weighted: its gradient is zero in the mean, only noise; "
+            "prefer k2, or weigh it"
         )
     return notes

@@ -36,7 +36,13 @@ from asyncrl_node.gpu_plan import (
     own_gpus,
 )
 from asyncrl_node.gpus import Nvml, RealNvml
-from asyncrl_node.loss_rules import check_losses, loss_notes, settled
+from asyncrl_node.loss_rules import (
+    check_losses,
+    loss_notes,
+    other_kind,
+    reference_folder,
+    settled,
+)
 from asyncrl_node.run_directory import SHM_FOLDER
 from asyncrl_node.sampling_rules import check_sampling, kv_after_update, kv_words
 from asyncrl_node.tasks.base import Task
@@ -82,6 +88,7 @@ _AT_LEAST = {
     "fake.tokens_per_rollout": 1,
     "fake.weight_bytes": 1,
     "fake.stale_after_version": 0,
+    "fake.decode_stale_after_version": 0,
     "logging.num_logged_rollouts": 0,
 }
 _ABOVE_ZERO = (
@@ -103,6 +110,7 @@ _ZERO_OR_ABOVE = (
     "learner.ratio_floor",
     "learner.weight_low",
     "learner.entropy_coefficient",
+    "learner.kl_coefficient",
     "learner.weight_decay",
     "fake.train_s",
     "fake.load_s",
@@ -148,7 +156,8 @@ def max_rollout_tokens(config: Config, task: Task) -> int:
 def settle(config: Config) -> Config:
     """Fill in what the processes would otherwise have to find out, each by itself."""
     task = task_of(config)
-    return settled(config, task.max_turns * max_new_tokens(config, task))
+    most_loss_tokens = task.max_turns * max_new_tokens(config, task)
+    return settled(config, most_loss_tokens, model_folder(config))
 
 
 def run_slot_bytes(config: Config, task: Task) -> int:
@@ -237,6 +246,8 @@ def check_config(config: Config) -> None:
     task = task_of(config)
     if engine_of(config) != "fake":
         _check_model(config, task)
+        if reference_folder(config.learner):
+            _check_reference(config, task)
     if config.eval_problems > task.num_eval_problems:
         rule = f"must be at most {task.num_eval_problems}, the task's held-out problems"
         raise ConfigError("eval_problems", rule, config.eval_problems)
@@ -346,6 +357,20 @@ def _check_model(config: Config, task: Task) -> None:
     check_model = getattr(task, "check_model", None)
     reason = None if check_model is None else check_model(folder)
     _require(reason is None, "model", f"must fit task {config.task}: {reason}", folder)
+
+
+def _check_reference(config: Config, task: Task) -> None:
+    """Check the reference as a model of its own, and as one of the policy's kind."""
+    key, reference = "learner.reference_model", config.learner.reference_model
+    try:
+        _check_model(msgspec.structs.replace(config, model=reference), task)
+        difference = other_kind(model_folder(config), Path(reference))
+    except ConfigError as error:
+        raise ConfigError(key, error.rule, error.value) from error
+    except msgspec.MsgspecError as error:
+        rule = f"must hold a config.json of the known form: {error}"
+        raise ConfigError(key, rule, reference) from error
+    _require(difference is None, key, f"must be of the model's kind: {difference}", reference)
 
 
 class _ModelKind(msgspec.Struct, frozen=True):
@@ -543,10 +568,14 @@ def _cpu_memory(config: Config) -> list[str]:
     # fp32 weights, gradient and two Adam moments on the learner; one flat copy and a fused one on
     # each sampler; one published copy in shared memory.
     weights = weight_bytes(config)
-    learner, sampler = 4 * weights, 2 * weights
+    learner, sampler, reference = 4 * weights, 2 * weights, ""
+    if config.learner.kl_coefficient:
+        folder = reference_folder(config.learner) or model_folder(config)
+        learner += weight_bytes(msgspec.structs.replace(config, model=str(folder)))
+        reference = " and the reference model"
     return [
-        f"memory      learner {_size(learner)} of weights, gradients and optimizer; each sampler "
-        f"{_size(sampler)} of weights; activations and key-value cache on top",
+        f"memory      learner {_size(learner)} of weights, gradients, optimizer{reference}; each "
+        f"sampler {_size(sampler)} of weights; activations and key-value cache on top",
     ]
 
 

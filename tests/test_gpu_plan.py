@@ -257,6 +257,20 @@ def test_the_table_adds_up_and_names_what_does_not_fit(box):
     assert "does not fit" in "\n".join(describe_plan(box.plan(1024, micro=32_768)))
 
 
+@pytest.mark.parametrize("box", ["0.6B"], indirect=True)
+def test_a_reference_model_is_in_the_table_and_counts(box, tmp_path):
+    """Two bytes a parameter, shared by the planned ranks, four on the one of now."""
+    other = write_model(tmp_path / "other", "4B")
+    for folder, name in (("", "0.6B"), (str(other), "4B")):
+        plan = box.plan(1024, learner=LearnerConfig(kl_coefficient=0.1, reference_model=folder))
+        (row,) = (line for line in describe_plan(plan) if "reference model" in line)
+        planned, now = map(float, row[38:].split()[:2])
+        billions = SHAPES[name].parameters / 1e9
+        assert planned == pytest.approx(2 * billions / plan.rule.learners, abs=0.06)
+        assert now == pytest.approx(4 * billions, abs=0.06)
+    assert not any("reference model" in line for line in describe_plan(box.plan(1024)))
+
+
 def test_the_price_of_recomputing_is_in_the_words(box):
     """Cheap here, so exact; what is dear is kept, and the price stands beside it."""
     line = describe_plan(box.plan(4096))[-1]

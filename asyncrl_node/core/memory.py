@@ -64,6 +64,8 @@ class ModelShape(NamedTuple):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    reference: int = 0
+    """Parameters of a frozen reference model that the learner scores with, beside it."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelShape:
@@ -141,6 +143,8 @@ class LearnerBytes(NamedTuple):
     """Parameters, gradients, moments."""
     published: float
     """The copy that samplers read."""
+    reference: float
+    """A frozen model."""
     gathered: float
     """Layers that are gathered and reduced between ranks."""
     activations: float
@@ -164,6 +168,7 @@ def learner_parts(
 
     (16 + 2) P / ranks      parameters, gradients, moments, published copy; 8 + 2 or 4 + 2 for the
                             other optimizers
+    + 2 / ranks of each parameter of a frozen reference model, if there is one
     + 4 layers, and twice the embedding and head, in bf16     gathered and reduced (ranks > 1)
     + 2 layers T d          one bf16 input kept per layer: full activation checkpointing
     + 2.6 T (8 d + 3 ff + 2 (h + 2 kv) hd)      the layer that is being recomputed
@@ -185,6 +190,7 @@ def learner_parts(
     return LearnerBytes(
         state=STATE_BYTES[optimizer] * shape.parameters / ranks,
         published=item * shape.parameters / ranks,
+        reference=item * shape.reference / ranks,
         gathered=item * (4 * shape.layer + 2 * (shape.embedding + shape.head)) * (ranks > 1),
         activations=item * micro_batch_tokens * values,
         logits=2.5 * HEAD_CHUNK_TOKENS * shape.vocab * 4,

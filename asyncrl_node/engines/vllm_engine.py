@@ -8,8 +8,8 @@ The scheduler of vLLM is paused around a swap: running requests keep their place
 `kv_after_update="recompute"` they lose their key-value cache and start over from the tokens they
 have, so no token depends on two versions. vLLM stamps every token with the version in use.
 
-One row more than `max_rows` belongs to `score`, ahead of everything that waits: a sampler whose
-rows are all taken for an hour still proves its weights at once.
+One row more than `max_rows` belongs to `score` and `decode`, ahead of everything that waits: a
+sampler whose rows are all taken for an hour still proves its weights at once.
 
 Waits: a request waits for weights, ended by `use_weights`, and for a row, ended by a request that
 ends; then for vLLM, ended by its last token; all of it also by `abort` or `close`. What makes the
@@ -37,6 +37,7 @@ import msgspec
 
 from asyncrl_node.engines.base import (
     Completion,
+    Decoded,
     Engine,
     FinishReason,
     FlatHandle,
@@ -169,7 +170,7 @@ class VllmEngine(Engine, OwnProcessLoader):
         self._failed = asyncio.Event()
         self._in_flight: dict[int, _Flight] = {}
         self._num_submitted = 0
-        self._num_scored = 0
+        self._num_probes = 0
         self._generations: set[asyncio.Future[Completion]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -230,31 +231,44 @@ class VllmEngine(Engine, OwnProcessLoader):
 
         A prompt that is scored is computed anew, whatever is cached, and goes before what waits.
         """
+        scored = (await self._probe(tokens, 1, prompt_logprobs=0)).prompt_logprobs
+        return [entry[token].logprob for entry, token in zip(scored[1:], tokens[1:], strict=True)]
+
+    async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
+        """See `Engine.decode`: through vLLM's own scheduler, on the row that `score` has too."""
+        sampled = (await self._probe(prompt_tokens, num_tokens)).outputs[0]
+        entries = zip(sampled.logprobs, sampled.token_ids, strict=True)
+        return Decoded(list(sampled.token_ids), [entry[token].logprob for entry, token in entries])
+
+    async def _probe(
+        self, tokens: Sequence[int], num_new: int, prompt_logprobs: int | None = None
+    ) -> Any:  # noqa: ANN401 - what vLLM returns
+        """Run one request at temperature 1, computed anew and ahead of what waits."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        assert self._policy_version >= 0, "scored before the first weights"
-        assert not self._swapping, "scored while weights are on their way"
+        assert self._policy_version >= 0, "probed before the first weights"
+        assert not self._swapping, "probed while weights are on their way"
         sampling = SamplingParams(
             temperature=1.0,
             seed=0,
-            max_tokens=1,
+            max_tokens=num_new,
             ignore_eos=True,
-            prompt_logprobs=0,
+            logprobs=0,
+            prompt_logprobs=prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input(list(tokens), cache_salt=f"score-v{self._policy_version}")
-        self._num_scored += 1
-        request_id = f"score-{self._num_scored}"
+        self._num_probes += 1
+        request_id = f"probe-{self._num_probes}"
+        prompt = tokens_input(list(tokens), cache_salt=request_id)
 
         async def last_output() -> Any:  # noqa: ANN401 - what vLLM returns
             outputs = self._llm.generate(prompt, sampling, request_id, priority=_FIRST)
             return [output async for output in outputs][-1]
 
-        scored = (await _named(last_output())).prompt_logprobs
-        return [entry[token].logprob for entry, token in zip(scored[1:], tokens[1:], strict=True)]
+        return await _named(last_output())
 
     def close(self) -> None:
         """End vLLM's processes; everything in flight ends as aborted, without its tokens."""

@@ -22,6 +22,7 @@ class StepSums:
     entropy: float = 0.0
     clipped: float = 0.0
     ratio_max: float = 0.0
+    kl_reference: float | None = None
     kl_same: float = 0.0
     tokens_same: int = 0
     kl_stale: float = 0.0
@@ -67,12 +68,20 @@ class StepSums:
         self.loss_tokens += len(kl)
         self.ratio_max = max(self.ratio_max, float(loss.ratio_max))
 
+    def add_reference_kl(self, total: float) -> None:
+        """Count the KL to the reference model, summed over loss tokens that were added."""
+        self.kl_reference = (self.kl_reference or 0.0) + total
+
     def metrics(self) -> dict[str, float]:
         """Turn sums into means; a mean over nothing is 0."""
         tokens_stale = self.loss_tokens - self.tokens_same - self.tokens_older_kv
         reward_mean = _ratio(sum(self.rewards), len(self.rewards))
         squares = sum((reward - reward_mean) ** 2 for reward in self.rewards)
+        reference = {}
+        if self.kl_reference is not None:
+            reference = {"kl/reference_mean": _ratio(self.kl_reference, self.loss_tokens)}
         return {
+            **reference,
             "reward/trained_mean": reward_mean,
             "reward/trained_std": _ratio(squares, len(self.rewards)) ** 0.5,
             "reward/num_constant_groups": float(self.constant_groups),

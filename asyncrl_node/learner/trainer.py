@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +57,6 @@ from asyncrl_node.learner.batch import (
     guard,
     make_pack,
 )
-from asyncrl_node.learner.logprobs import head_logprobs
 from asyncrl_node.learner.losses.aggregation import divisor
 from asyncrl_node.learner.losses.base import (
     LARGEST_LOG_RATIO,
@@ -68,14 +66,13 @@ from asyncrl_node.learner.losses.base import (
 )
 from asyncrl_node.learner.losses.off_policy import m2po_limit
 from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
-from asyncrl_node.learner.losses.regularizers import regularise
+from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
 from asyncrl_node.learner.losses.settings import LossSettings
 from asyncrl_node.learner.parity import ParityGate
+from asyncrl_node.learner.reference import Model, Reference, score_pack
 from asyncrl_node.learner.step_sums import StepSums
 from asyncrl_node.messages import WeightEntry
 
-Model = Any
-"""A Hugging Face causal language model; transformers has no types."""
 OPTIMIZER_FORMAT = 1
 OPTIMIZER_TENSORS = "optimizer.safetensors"
 OPTIMIZER_JSON = "optimizer.json"
@@ -149,14 +146,16 @@ class Trainer:
         self._settings = LossSettings(
             **{name: getattr(config, name) for name in LossSettings.__dataclass_fields__}
         )
-        self._always_backward = config.loss not in LOSSES or config.entropy_coefficient != 0
+        regularised = config.entropy_coefficient != 0 or config.kl_coefficient != 0
+        self._always_backward = config.loss not in LOSSES or regularised
         self._proximal: dict[int, Float32s] = {}
         self._limit: float | None = None
         self._sums = StepSums()
         self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
         self._parity = ParityGate(config.parity_limit)
-        self._prove_packing()
+        self._prove_packing(self._model, model_dir)
+        self._reference = self._load_reference() if config.kl_coefficient else None
 
     def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Score groups of the step's later updates by the weights at its start, if the loss asks.
@@ -187,13 +186,17 @@ class Trainer:
         if "log_ratio_limit" in self._needs:
             self._limit = self._find_limit(groups)
         for pack, has_signal in self._packs(groups):
-            loss, logprobs, entropies = self._run(pack, groups, has_signal)
+            reference = self._score_by_reference(pack)
+            loss, logprobs, entropies = self._run(pack, reference, groups, has_signal)
             same = (pack.policy_versions == policy_version) & ~pack.on_older_kv
             if self._sums.num_updates:
                 same.zero_()
             log_ratios = (logprobs - pack.sampler_logprobs).double()
             log_ratios = log_ratios.clamp(max=LARGEST_LOG_RATIO)
             self._sums.add_tokens(loss, log_ratios, entropies, same, pack.on_older_kv)
+            if reference is not None:
+                kl = reference_kl(logprobs, reference, self._config.kl_estimator)
+                self._sums.add_reference_kl(float(kl.sum()))
             self._compare(pack, logprobs, same, groups)
             self._pending_tokens += len(pack.targets)
         self._pending += groups
@@ -245,6 +248,8 @@ class Trainer:
         mismatch/kl_stale                the same over all other loss tokens: staleness, and
                                          later substeps
         mismatch/num_tokens_*            the tokens behind the three; a mean over none is 0
+        kl/reference_mean                KL(policy || reference) per loss token by kl_estimator,
+                                         not weighted; only with a reference
 
         All cover every loss token, also those of constant groups. log r = learner - sampler
         log-probability, by the weights in use when the token was accumulated, at most 20.
@@ -254,6 +259,11 @@ class Trainer:
         self._sums = StepSums()
         self._proximal = {}
         return metrics
+
+    @property
+    def parity_report(self) -> str | None:
+        """See `Trainer.parity_report`."""
+        return self._parity.report
 
     @property
     def vocab_size(self) -> int:
@@ -364,15 +374,21 @@ class Trainer:
         return advantages
 
     def _run(
-        self, pack: Pack, groups: Sequence[TrajectoryGroup], has_signal: bool
+        self,
+        pack: Pack,
+        reference: Tensor | None,
+        groups: Sequence[TrajectoryGroup],
+        has_signal: bool,
     ) -> tuple[TokenLoss, Tensor, Tensor]:
         """Pass a pack forward and, if it carries a gradient, backward.
+
+        reference: log-probabilities [N] by the reference model, if there is one.
 
         Returns the loss, and log-probabilities and entropies [N] without gradient.
         """
         with torch.set_grad_enabled(has_signal):
             logprobs, entropies = self._score(pack)
-            loss = self._loss(logprobs, entropies, pack)
+            loss = self._loss(logprobs, entropies, reference, pack)
         guard(pack, groups, logprobs.detach(), loss.losses.detach())
         if has_signal:
             torch.autograd.backward((loss.losses * pack.weights).sum())
@@ -390,23 +406,19 @@ class Trainer:
         """Log-probabilities and entropies of a pack's N targets, as they were sampled."""
         return self._score_at(pack, self._temperature)
 
-    def _score_at(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        hidden: Tensor = self._model.base_model(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            pack=pack.sequences,
-        ).last_hidden_state[0]
-        chosen = hidden.index_select(0, pack.predictors)
-        return head_logprobs(
-            chosen,
-            self._head,
-            pack.targets,
-            temperature,
-            entropy_gradient=self._config.entropy_coefficient != 0,
-        )
+    def _score_at(
+        self, pack: Pack, temperature: float, model: Model = None
+    ) -> tuple[Tensor, Tensor]:
+        model = self._model if model is None else model
+        return score_pack(model, pack, temperature, self._config.entropy_coefficient != 0)
 
-    def _loss(self, logprobs: Tensor, entropies: Tensor, pack: Pack) -> TokenLoss:
+    def _score_by_reference(self, pack: Pack) -> Tensor | None:
+        """Log-probabilities [N] by the frozen reference model, if there is one."""
+        return None if self._reference is None else self._reference.score(pack)
+
+    def _loss(
+        self, logprobs: Tensor, entropies: Tensor, reference: Tensor | None, pack: Pack
+    ) -> TokenLoss:
         """The configured loss of each of the pack's tokens.
 
         Raises: RunFault for a user's loss that is not one number per token: a sum would be weighted
@@ -425,6 +437,7 @@ class Trainer:
             staleness=self._version - pack.policy_versions,
             entropies=entropies,
             proximal_logprobs=proximal,
+            reference_logprobs=reference,
             log_ratio_limit=self._limit,
         )
         loss = self._token_loss(tokens, self._settings)
@@ -434,7 +447,14 @@ class Trainer:
             raise RunFault(
                 "bad_loss", f"{story}: it must be [{count}], neither summed nor averaged"
             )
-        return regularise(loss, tokens, entropy_coefficient=self._config.entropy_coefficient)
+        return regularise(
+            loss,
+            tokens,
+            kl_coefficient=self._config.kl_coefficient,
+            kl_kind=self._config.kl_estimator,
+            kl_weighted=self._config.kl_weighted,
+            entropy_coefficient=self._config.entropy_coefficient,
+        )
 
     def _find_limit(self, groups: Sequence[TrajectoryGroup]) -> float:
         """Score an update's groups in advance, all of them, for the one limit of m2po."""
@@ -475,7 +495,7 @@ class Trainer:
         for group in self._pending:
             self._optimizer.zero_grad(set_to_none=False)
             for pack, has_signal in self._packs([group]):
-                self._run(pack, [group], has_signal)
+                self._run(pack, self._score_by_reference(pack), [group], has_signal)
             if not isfinite(self._grad_norm()):
                 story = "its gradient is not finite; no weight was changed"
                 return GroupFault("non_finite", group, story)
@@ -483,7 +503,21 @@ class Trainer:
         story = f"the gradients of {count} groups overflow in sum; no weight was changed"
         return RunFault("non_finite", story)
 
-    def _prove_packing(self) -> None:
+    def _load_reference(self) -> Reference:
+        """Load the frozen model that the KL term pulls back to.
+
+        An empty `reference_model` is the folder that this trainer began with: a run that goes on
+        from a checkpoint must name the first one (loss_rules.settled writes it down).
+
+        Raises: RunFault as __init__, and for a model with another vocabulary.
+        """
+        folder = Path(self._config.reference_model or self._model_dir)
+        model = _load_model(folder).to(self._device)
+        reference = Reference(model, folder, self.vocab_size, self._temperature)
+        self._prove_packing(model, folder)
+        return reference
+
+    def _prove_packing(self, model: Model, model_dir: Path) -> None:
         """Compare two packed sequences with the model's own eager attention and head.
 
         Raises: RunFault for a model whose attention or head is not what this learner computes.
@@ -494,19 +528,19 @@ class Trainer:
         targets = tokens[0].roll(-1)
         pack = bare_pack(tokens[0], targets, [first, second])
         with torch.no_grad(), _quiet():
-            packed, _ = self._score(pack)
-            self._model.set_attn_implementation("eager")
+            packed, _ = self._score_at(pack, self._temperature, model)
+            model.set_attn_implementation("eager")
             logits = [
-                self._model(sequence, use_cache=False).logits[0]
+                model(sequence, use_cache=False).logits[0]
                 for sequence in (tokens[:, :first], tokens[:, first:])
             ]
-            self._model.set_attn_implementation("packed")
+            model.set_attn_implementation("packed")
         plain = (torch.cat(logits) / self._temperature).log_softmax(1)
         plain = plain.gather(1, targets[:, None])[:, 0]
         if not torch.allclose(packed, plain, rtol=1e-3, atol=1e-3, equal_nan=True):
             raise RunFault(
                 "unsupported_model",
-                f"{self._model_dir}: packed log-probabilities differ from the model's own by "
+                f"{model_dir}: packed log-probabilities differ from the model's own by "
                 f"{float((packed - plain).abs().max()):.3g}; its attention or head is special",
             )
 

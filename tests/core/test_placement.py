@@ -165,6 +165,9 @@ def test_the_present_build_is_float32_and_recomputes_nothing():
     assert parts.activations == pytest.approx(28 * 5.2 * width * 8192)
     assert parts.total / GB == pytest.approx(49.6, abs=0.1)
     assert parts.total == learner_bytes(shape, 1, 8192, build="present") == sum(parts)
+    kept = learner_parts(shape._replace(reference=7), 2, 8192, build="present")
+    assert kept.reference == 4 * 7 / 2
+    assert kept.total == learner_parts(shape, 2, 8192, build="present").total + 14
     sampler = sampler_parts(shape, 1, 1000, "present")
     assert sampler.weights == 4 * shape.parameters
     assert sampler.cache == 2 * 1000 * kv_bytes_per_token(shape)

@@ -1,14 +1,12 @@
 """The same tensors through TRL's GRPOTrainer._compute_loss and RLOOTrainer's advantages: numbers.
 
-TRL is not a dependency. Without it these tests are skipped, unless ASYNCRL_REQUIRE_TRL=1 is set:
-then its absence is a failure. Of TRL's loss only the function runs, on a stand-in for its trainer
+TRL is not a dependency. Of TRL's loss only the function runs, on a stand-in for its trainer
 that answers log-probabilities. Its advantages are part of sampling, so there its real trainers
 sample a few tokens of the demo's model and are given scripted rewards.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import defaultdict
 from dataclasses import replace
@@ -27,9 +25,9 @@ from asyncrl_node.learner.losses.registry import load_loss
 from asyncrl_node.learner.losses.regularizers import regularise
 from asyncrl_node.learner.losses.settings import LossSettings
 from tests.learner.oracles import random_case
+from tests.optional_package import need_trl
 
-if os.environ.get("ASYNCRL_REQUIRE_TRL") != "1":
-    pytest.importorskip("trl")
+need_trl()
 
 HORIZON = 9
 LENGTHS = [[4, 1, 9, 6], [3, 0, 9, 0, 2], [1], [5, 5, 5]]
@@ -81,7 +79,8 @@ def trainer(logprobs, entropies, **settings):
         entropy_coef=0.0,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
-    names.args.delta = settings.pop("delta", None)
+    for name in ("delta", "use_bias_correction_kl"):
+        setattr(names.args, name, settings.pop(name, getattr(names.args, name)))
     names.__dict__.update(settings)
     return names
 
@@ -208,10 +207,13 @@ def test_decoupled_ppo_is_their_correction_for_vllm(compute_loss, case, correcti
     )
 
 
-def test_kl_k3(compute_loss, case):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kl_k3(compute_loss, case, weighted):
+    terms = {"kl_coefficient": 0.3, "kl_kind": "k3", "kl_weighted": weighted}
+    settings = {"beta": 0.3, "use_bias_correction_kl": weighted}
     assert_same(
-        ours("ppo", case, LossSettings(), "sequence_mean", kl_coefficient=0.3, kl_kind="k3"),
-        theirs(compute_loss, case, case.old, reference=case.proximal, beta=0.3),
+        ours("ppo", case, LossSettings(), "sequence_mean", **terms),
+        theirs(compute_loss, case, case.old, reference=case.proximal, **settings),
     )
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from asyncrl_node.cli import config_keys, parse_command_line
 from asyncrl_node.config import Config
 from asyncrl_node.errors import ConfigError
+from asyncrl_node.loss_rules import other_kind
 from asyncrl_node.plan import WARM_MODEL, check_config, check_run_dir, describe, weight_bytes
 from tests.system.runs import LAUNCH, ROOT, launch, rows
 
@@ -74,6 +75,13 @@ def refused(run_dir: Path, *flags: str) -> re.Match[str]:
         (("--learner.dual-clip", "1.2"), "learner.dual_clip", "must be above 1 + clip_high", "1.2"),
         (("--learner.weight-low", "6"), "learner.weight_low", "must be at most weight_high", "6.0"),
         (("--learner.ratio-floor", "3"), "learner.ratio_floor", "must be at most ratio_cap", "3.0"),
+        (("--learner.kl-estimator", "k4"), "learner.kl_estimator", "invalid enum value", "k4"),
+        (
+            ("--learner.kl-coefficient", "0.1", "--learner.reference-model", "/no/such"),
+            "learner.reference_model",
+            "must be a folder that exists",
+            "/no/such",
+        ),
         (("--num-substeps", "3"), "pacing.groups_per_batch", "must be a multiple", "32"),
         (("--gpus", "8"), "engine", "vllm is not installed: pip install", "auto"),
         (("--engine", "torch", "--gpus", "99"), "gpus", "must be at most the GPUs", "99"),
@@ -159,6 +167,54 @@ def test_too_little_shared_memory_names_the_flag_that_helps(tmp_path: Path) -> N
         *("--engine", "fake", "--fake.tokens-per-rollout", "100000000"),
     )
     assert "docker run --shm-size=" in match["rule"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"model_type": "llama"}, "of the model's kind: its model_type is llama, and the model's"),
+        ({"vocab_size": 47}, "of the model's kind: its vocab_size is 47, and the model's 46"),
+        ({"vocab_size": "many"}, "vocab_size must be at least 46, and is many"),
+        ({"model_type": "gpt2"}, "must have a model_type of qwen3"),
+        ({"max_position_embeddings": 5}, "must leave rollouts of at most 5 tokens"),
+    ],
+)
+def test_a_reference_of_another_kind_is_refused(
+    tmp_path: Path, change: dict[str, object], rule: str
+) -> None:
+    folder = tmp_path / "reference"
+    shutil.copytree(WARM_MODEL, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | change))
+    error = reference_error(folder)
+    assert rule in error.rule
+    assert error.key == "learner.reference_model"
+
+
+def reference_error(folder: Path) -> ConfigError:
+    return error_of(
+        *("--engine", "torch", "--learner.kl-coefficient", "0.1"),
+        *("--learner.reference-model", str(folder)),
+    )
+
+
+def test_a_reference_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    """Where a task does not look at the tokenizer itself, the two are compared."""
+    folder = tmp_path / "reference"
+    shutil.copytree(WARM_MODEL, folder)
+    flags = ("--engine", "torch", "--learner.reference-model", str(folder))
+    accept(*flags, "--learner.kl-coefficient", "0.1")
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    words = fields["model"]["vocab"]
+    words["3"], words["4"] = words["4"], words["3"]
+    path.write_text(json.dumps(fields))
+    assert other_kind(WARM_MODEL, folder) == "its tokenizer has other tokens"
+    assert reference_error(folder).key == "learner.reference_model"
+    accept(*flags)  # nobody asks it
+    for content in (None, "not JSON", "{}"):
+        path.unlink() if content is None else path.write_text(content)
+        assert other_kind(WARM_MODEL, folder) is None
 
 
 # -- ranges --------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import pytest
 
 from asyncrl_node.cli import parse_command_line
 from asyncrl_node.config import Config
-from asyncrl_node.plan import check_config, settle
+from asyncrl_node.config_file import read_config
+from asyncrl_node.loss_rules import loss_notes
+from asyncrl_node.plan import WARM_MODEL, check_config, describe, settle
 from tests.system.runs import ROOT, launch, logs, rows, train_rows, trained
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -33,6 +35,34 @@ def test_the_loss_of_the_readme_trains_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path / "run")
     assert "trust region" not in done.stdout
     assert all(row["grad_norm"] > 0 for row in train_rows(tmp_path / "run"))
+
+
+def test_a_run_is_pulled_back_to_the_model_that_it_began_with(tmp_path: Path) -> None:
+    """Its name is written down, so that a resumed run is held to the same weights."""
+    pull = ("--learner.kl-coefficient", "0.05", "--steps", "4", "--learning-rate", "3e-3")
+    done = launch(tmp_path / "run", *pull, *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(tmp_path / "run")
+    distances = [row["kl/reference_mean"] for row in train_rows(tmp_path / "run")]
+    assert distances[0] == pytest.approx(0, abs=1e-9)
+    assert 0 < distances[1] < distances[-1]
+    written = read_config(tmp_path / "run" / "config.toml")
+    assert written.learner.reference_model == str(WARM_MODEL.absolute())
+    check_config(written)
+
+
+def test_only_a_kl_term_has_a_reference() -> None:
+    assert settle(Config()).learner.reference_model == ""
+    here = msgspec.structs.replace(Config().learner, reference_model="old", kl_coefficient=0.1)
+    assert settle(Config(learner=here)).learner.reference_model == f"{Path.cwd()}/old"
+
+
+def test_a_reference_is_in_the_memory_forecast() -> None:
+    plain, pulled = (
+        describe(parsed("--engine", "torch", "--learner.kl-coefficient", coefficient))
+        for coefficient in ("0", "0.1")
+    )
+    assert "learner 3.4 MiB of weights, gradients, optimizer; each sampler" in plain
+    assert "learner 4.2 MiB of weights, gradients, optimizer and the reference model" in pulled
 
 
 def test_a_path_is_made_absolute_and_the_horizon_filled_in() -> None:
@@ -109,8 +139,6 @@ def test_the_beginning_of_a_collapse_is_a_warning_with_the_cure(tmp_path: Path) 
 def test_what_is_known_of_a_loss_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], said: str
 ) -> None:
-    from asyncrl_node.loss_rules import loss_notes
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loss.py").write_text("def shy(tokens, settings):\n    return tokens\n")
     assert any(said in note for note in loss_notes(parsed(*flags)))
@@ -118,3 +146,11 @@ def test_what_is_known_of_a_loss_is_said(
         assert loss_notes(parsed("--loss", silent)) == []
     synchronous = parsed(*flags, "--pipeline-depth", "0", "--num-substeps", "2")
     assert loss_notes(synchronous) == []
+
+
+def test_an_estimator_that_only_adds_noise_is_said() -> None:
+    flags = ("--learner.kl-coefficient", "0.1", "--learner.kl-estimator", "k1")
+    assert loss_notes(parsed(*flags)) == []
+    (note,) = loss_notes(parsed(*flags, "--learner.kl-weighted", "false"))
+    assert "its gradient is zero in the mean" in note
+    assert loss_notes(parsed(*flags[2:], "--learner.kl-weighted", "false")) == []
