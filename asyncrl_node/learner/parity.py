@@ -5,9 +5,10 @@ these the two log-probabilities differ by rounding only; a larger difference mea
 not the same model (a stale head, another temperature, another dtype, a sampler that generates by
 weights that it no longer has), and every importance ratio of the run would be wrong by it.
 
-    the first update that holds such tokens     no token may differ by more than the limit
-    each later one                              they may not on average: over a whole run some token
-                                                of a sound sampler is far, and never all of them
+    every update that holds such tokens     on average they may not differ by more than mean_limit
+    the first of them                       nor may any token by more than the limit; later none is
+                                            judged alone: over a whole run some token of a sound
+                                            sampler is far, and never all of them
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class WorstToken(NamedTuple):
 class ParityGate:
     """Collects the differences of one update until `check`, which passes or refuses them."""
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, mean_limit: float | None) -> None:
+        """See learner.parity_limit and parity_mean_limit; None: not judged."""
         self._limit = limit
+        self._mean_limit = mean_limit
         self._has_passed = False
         self._reset()
 
@@ -85,14 +88,16 @@ class ParityGate:
             f"log-probabilities of {self._count} tokens under the same weights differ by "
             f"{highest:.2e} at most and {mean:.2e} on average; worst: {worst}"
         )
-        judged, what = (mean, "average") if self._has_passed else (highest, "largest")
+        rules = [("average", mean, self._mean_limit, "parity_mean_limit")]
         if not self._has_passed:
+            rules.insert(0, ("largest", highest, self._limit, "parity_limit"))
             log.info("parity gate: %s", story)
         self._has_passed = True
         self._reset()
-        if self._limit is not None and judged > self._limit:
-            raise RunFault(
-                "parity",
-                f"{story}; the limit of the {what} is {self._limit:g}, and learner.parity_limit "
-                "raises it (none switches the gate off)",
-            )
+        for what, judged, limit, key in rules:
+            if limit is not None and judged > limit:
+                raise RunFault(
+                    "parity",
+                    f"{story}; the limit of the {what} is {limit:g}, and learner.{key} raises it "
+                    "(none switches it off)",
+                )

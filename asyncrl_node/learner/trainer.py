@@ -9,6 +9,10 @@
                 |
     finish_step(): metrics      copy_weights_into(): the flat buffer that samplers read
 
+Parameters, gradients and moments are float32. Where `dtype` is bfloat16 every pass begins by
+rounding the parameters to it, to nearest even as publishing does: the pass computes with the very
+bits that samplers have, and its gradients are added up in float32 again.
+
 Losses are weighted and summed while gradients accumulate, and divided once, in update(), by totals
 of everything that was accumulated (losses/aggregation.py). So an update's gradient does not depend
 on how its groups were cut into minibatches or packs, and streaming trains exactly what a whole
@@ -37,6 +41,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.func import functional_call
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -46,6 +51,7 @@ from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.core.packing import pack_rollouts
 from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.dtype_rules import DType, limits_of
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.attention import no_mask, packed_attention
 from asyncrl_node.learner.base import GroupFault
@@ -98,7 +104,7 @@ AttentionMaskInterface.register("packed", no_mask)
 
 
 class Trainer:
-    """One learner's model and AdamW, in float32.
+    """One learner's model and AdamW.
 
     A step is `accumulate` as often as groups arrive, `update` once per optimizer update, and
     `finish_step` at its end. `config` tells loss, advantage, optimizer and token budget; the
@@ -112,8 +118,11 @@ class Trainer:
         temperature: float,
         seed: int,
         device: str = "cpu",
+        dtype: DType = "float32",
     ) -> None:
         """Load the model of `model_dir`; log-probabilities are taken at the sampling `temperature`.
+
+        `dtype` is that of passes and of published weights.
 
         Dropout is off: the learner's log-probabilities must be the sampler's. `seed` only matters
         to models that draw random numbers elsewhere.
@@ -126,8 +135,10 @@ class Trainer:
         self._model_dir = model_dir
         self._temperature = temperature
         self._device = torch.device(device)
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._model = _load_model(model_dir).to(self._device)
         self._head: Tensor = self._model.get_output_embeddings().weight
+        self._base: dict[str, Tensor] = dict(self._model.base_model.named_parameters())
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._grads = [torch.zeros_like(parameter) for parameter in self._parameters.values()]
         for parameter, grad in zip(self._parameters.values(), self._grads, strict=True):
@@ -153,9 +164,11 @@ class Trainer:
         self._proximal: dict[int, Float32s] = {}
         self._limit: float | None = None
         self._sums = StepSums()
-        self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
+        specs = [_spec(name, p, self._dtype) for name, p in self._parameters.items()]
+        self._layout = layout_weights(specs)
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
-        self._parity = ParityGate(config.parity_limit)
+        limits = limits_of(config, dtype)
+        self._parity = ParityGate(limits.parity, limits.parity_mean)
         self._prove_packing()
 
     def keep_proximal(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -272,7 +285,10 @@ class Trainer:
         return scores
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters in module order by Hugging Face name, a tied head once; views."""
+        """Return the parameters in module order by Hugging Face name, a tied head once.
+
+        They are views of the float32 masters; publishing rounds them to the manifest's type.
+        """
         return [(name, parameter.detach()) for name, parameter in self._parameters.items()]
 
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
@@ -280,7 +296,7 @@ class Trainer:
         return self._layout
 
     def copy_weights_into(self, buffer: memoryview) -> None:
-        """Write every parameter into `buffer`, laid out by the manifest.
+        """Write every parameter into `buffer`, laid out by the manifest, in its type.
 
         Views into the buffer are kept, by its address; they are used during a call only. From a
         GPU (where this has not run) all is copied on return too: the buffer is not pinned.
@@ -298,6 +314,8 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write model, tokenizer and optimizer state into `folder`: Hugging Face form, no pickle.
+
+        The weights are the float32 masters; loaded as bfloat16 they are the published bits.
 
         The caller makes it atomic, by renaming the folder.
         """
@@ -390,21 +408,37 @@ class Trainer:
         """Log-probabilities and entropies of a pack's N targets, as they were sampled."""
         return self._score_at(pack, self._temperature)
 
-    def _score_at(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        hidden: Tensor = self._model.base_model(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            pack=pack.sequences,
+    def _score_at(
+        self, pack: Pack, temperature: float, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Pass forward in `dtype`, or else the trainer's own."""
+        weights, head = self._weights_in(dtype or self._dtype)
+        inputs = {
+            "input_ids": pack.input_ids,
+            "position_ids": pack.position_ids,
+            "use_cache": False,
+            "pack": pack.sequences,
+        }
+        hidden: Tensor = functional_call(
+            self._model.base_model, weights, kwargs=inputs
         ).last_hidden_state[0]
         chosen = hidden.index_select(0, pack.predictors)
         return head_logprobs(
             chosen,
-            self._head,
+            head,
             pack.targets,
             temperature,
             entropy_gradient=self._config.entropy_coefficient != 0,
         )
+
+    def _weights_in(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+        """Round the parameters of the base model and the head to `dtype`; gradients flow back.
+
+        Each is rounded once: a tied head is the embedding's copy. They live as long as the pass.
+        """
+        rounded = {id(p): p.to(dtype) for p in self._parameters.values()}
+        base = {name: rounded[id(parameter)] for name, parameter in self._base.items()}
+        return base, rounded[id(self._head)]
 
     def _loss(self, logprobs: Tensor, entropies: Tensor, pack: Pack) -> TokenLoss:
         """The configured loss of each of the pack's tokens.
@@ -484,7 +518,7 @@ class Trainer:
         return RunFault("non_finite", story)
 
     def _prove_packing(self) -> None:
-        """Compare two packed sequences with the model's own eager attention and head.
+        """Compare two packed sequences with the model's own eager attention and head, in float32.
 
         Raises: RunFault for a model whose attention or head is not what this learner computes.
         """
@@ -494,7 +528,7 @@ class Trainer:
         targets = tokens[0].roll(-1)
         pack = bare_pack(tokens[0], targets, [first, second])
         with torch.no_grad(), _quiet():
-            packed, _ = self._score(pack)
+            packed, _ = self._score_at(pack, self._temperature, torch.float32)
             self._model.set_attn_implementation("eager")
             logits = [
                 self._model(sequence, use_cache=False).logits[0]
@@ -566,10 +600,12 @@ def _read_optimizer(folder: Path) -> tuple[int, dict[str, Tensor]]:
     return state["num_updates"], moments
 
 
-def _spec(name: str, parameter: Tensor) -> tuple[str, str, tuple[int, ...], int]:
-    """Describe a parameter for core/layout.py."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return name, dtype, tuple(parameter.shape), parameter.nbytes
+def _spec(
+    name: str, parameter: Tensor, dtype: torch.dtype
+) -> tuple[str, str, tuple[int, ...], int]:
+    """Describe a parameter for core/layout.py, as it is published."""
+    num_bytes = parameter.numel() * dtype.itemsize
+    return name, str(dtype).removeprefix("torch."), tuple(parameter.shape), num_bytes
 
 
 def _view(flat: Tensor, entry: WeightEntry) -> Tensor:

@@ -20,7 +20,7 @@ def scored(difference: float, count: int = 8) -> tuple[torch.Tensor, torch.Tenso
 
 
 def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(1e-6), [4] * 8)
     with caplog.at_level(logging.INFO):
         gate.check()
@@ -30,7 +30,7 @@ def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
 def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.add(*scored(difference), [2] * 8)
     with pytest.raises(RunFault, match=r"token 3 of group 2.*learner\.parity_limit") as caught:
@@ -39,7 +39,7 @@ def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -
 
 
 def test_it_stays_closed_until_there_is_something_to_judge() -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.check()
     gate.add(*scored(1e-3), [2] * 8)
     with pytest.raises(RunFault, match="largest"):
@@ -48,7 +48,7 @@ def test_it_stays_closed_until_there_is_something_to_judge() -> None:
 
 def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
     """A sampler that goes on generating by old weights is far everywhere, in any later step."""
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.check()
     gate.add(*scored(2e-4), [2] * 8)  # 2.5e-5 on average
@@ -61,10 +61,10 @@ def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
 
 
 def test_none_switches_it_off() -> None:
-    gate = ParityGate(None)
+    gate = ParityGate(None, None)
     gate.add(*scored(1.0), [1] * 8)
     gate.check()
-    strict = ParityGate(0.5)
+    strict = ParityGate(0.5, None)
     strict.add(*scored(1.0), [1] * 8)
     with pytest.raises(RunFault):
         strict.check()
