@@ -136,12 +136,17 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Optimizer updates per batch; one version is published after the last."""
     num_minibatches: int = 1
     """Forward/backward passes per optimizer update; the gradient does not depend on it."""
-    parity_limit: float | None = 5e-5
-    """Largest difference of sampler and learner log-probability before the first update, of tokens
-    that the weights in use have sampled; in later steps of their mean. none: not checked."""
-    probe_limit: float | None = 5e-5
-    """Largest difference of sampler and learner log-probability of a few fixed tokens, after every
-    weight update; a sampler beyond it is restarted. none: only the bytes are compared."""
+    parity_limit: float | Literal["auto"] | None = "auto"
+    """Largest difference of sampler and learner log-probability, over max(1, |log-probability|),
+    before the first update, of tokens that the weights in use have sampled. auto: 5e-5 in float32,
+    1 in bfloat16; none: not checked."""
+    parity_mean_limit: float | Literal["auto"] | None = "auto"
+    """The same for their mean, before every update. auto: 5e-5 in float32, 0.03 in bfloat16; none:
+    not checked."""
+    probe_limit: float | Literal["auto"] | None = "auto"
+    """Largest difference of sampler and learner log-probability of a few tokens, the same after
+    every weight update; a sampler beyond it is restarted. auto: 5e-5 in float32, 0.15 in bfloat16;
+    none: only the bytes are compared."""
     micro_batch_tokens: int = 8192
     """Most tokens in one forward pass; one longer rollout is passed alone."""
 
@@ -203,6 +208,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: str | None = None
     """GPUs of this box: a count ("8"), ids ("0,3", and "3," for one) or UUIDs; those that
     CUDA_VISIBLE_DEVICES hides stay hidden. Unset: run on the CPU."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """In which weights are published and sampled, and the learner's passes computed; its master
+    weights, Adam, logits and checkpoints stay float32. Unset: bfloat16 with GPUs, else float32."""
     transport: Literal["auto", "host", "cuda_ipc"] = "auto"
     """How weights reach a sampler. auto: straight from the learner's GPU where there is one and a
     self-test of the pair passes, else host shared memory, with the reason; cuda_ipc: a pair that

@@ -2,7 +2,7 @@
 
     Ask (configuration, model, lengths) + cards -> GpuPlan
         rule      the split that the planned build would run (core/placement.py)
-        present   the split that runs today: one learner rank, in float32
+        present   the split that runs today: one learner rank
         refusal   why it does not start today, with the ways out
 
 A dry run plans also for cards that are not there: it takes what there is, or cards of 80 GB, and
@@ -21,7 +21,9 @@ import msgspec
 
 from asyncrl_node.config import Config
 from asyncrl_node.core.memory import (
+    ITEM_BYTES,
     USABLE_SHARE,
+    Build,
     LearnerBytes,
     ModelShape,
     SamplerBytes,
@@ -41,6 +43,7 @@ from asyncrl_node.core.placement import (
     recompute_price,
     speed_of,
 )
+from asyncrl_node.dtype_rules import DType, dtype_of
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.gpus import Gpu, Nvml, Placement, place, placement_table, select_gpus
 from asyncrl_node.loss_rules import reference_folder
@@ -52,6 +55,8 @@ CACHE_BLOCK_TOKENS = 128
 """At most this many tokens of a rollout's cache stand empty."""
 LARGEST_CARD_BYTES = 192_000_000_000
 """A larger card is a way out up to here."""
+
+PRESENT_BUILD: dict[DType, Build] = {"float32": "present_float32", "bfloat16": "present"}
 
 _GPU_WORD = re.compile(r"[0-9]{1,4}|GPU-[0-9a-f-]+", re.IGNORECASE)
 _INDENT = " " * 12
@@ -114,6 +119,8 @@ class GpuPlan(NamedTuple):
     """Of the slowest card."""
     gpu_bytes: int
     """Of the smallest card."""
+    dtype: DType
+    """Of what runs today."""
     work: Workload
     rule: Split
     present: Split | None
@@ -136,7 +143,7 @@ class GpuPlan(NamedTuple):
     @property
     def kv_cache_bytes(self) -> int:
         """Keys and values on each GPU of a sampler, as it runs today."""
-        work = self.work._replace(build="present")
+        work = self.work._replace(build=PRESENT_BUILD[self.dtype])
         return int(_sampler_parts(self, self.split, work).cache)
 
 
@@ -232,18 +239,19 @@ def make_plan(ask: Ask, gpus: tuple[Gpu, ...], assumed: str = "") -> GpuPlan:
     speed = min((speed_of(gpu.name) for gpu in gpus), key=lambda each: each.flops)
     counts = Counts(config.learners, config.samplers, _tensor_parallel(config))
     rule = choose_split(shape, len(gpus), gpu_bytes, work, speed, counts)
-    present, refusal = None, None
+    dtype, present, refusal = dtype_of(config), None, None
     try:
         _refuse_unbuilt(config)
         present = _present_split(config, shape, len(gpus), gpu_bytes, work, speed)
     except ConfigError as error:
         refusal = error
     rollouts = config.pacing.groups_per_batch * config.pacing.group_size
-    price = recompute_price(shape, present or rule, work, rollouts, speed)
+    runs = work._replace(build=PRESENT_BUILD[dtype]) if present else work
+    price = recompute_price(shape, present or rule, runs, rollouts, speed)
     engine = "vllm" if config.engine == "auto" else config.engine
     kind = kv_after_update(config.sampling, engine, True, price)
     return GpuPlan(
-        gpus, assumed, shape, speed, gpu_bytes, work, rule, present, refusal, price, kind
+        gpus, assumed, shape, speed, gpu_bytes, dtype, work, rule, present, refusal, price, kind
     )
 
 
@@ -292,15 +300,16 @@ def _present_split(
     config: Config, shape: ModelShape, num_gpus: int, gpu_bytes: int, work: Workload, speed: Speed
 ) -> Split:
     """One learner, as it is built today, and samplers on all other cards. Raises: ConfigError."""
-    work = work._replace(build="present")
-    need = learner_parts(shape, 1, work.pass_tokens, build="present").total
+    dtype = dtype_of(config)
+    work = work._replace(build=PRESENT_BUILD[dtype])
+    need = learner_parts(shape, 1, work.pass_tokens, build=work.build).total
     limit = USABLE_SHARE * gpu_bytes
     if need > limit:
         raise ConfigError(
             "gpus",
             f"the learner does not fit on one GPU, and several learner ranks are not built yet: "
-            f"adamw in float32 for {_billions(shape)} parameters and passes of "
-            f"{work.pass_tokens} tokens needs {_gb(need)} GB, and may use {_gb(limit)} of "
+            f"adamw for {_billions(shape)} parameters and passes of {work.pass_tokens} tokens in "
+            f"{dtype} needs {_gb(need)} GB, and may use {_gb(limit)} of "
             f"{_gb(gpu_bytes)} GB; ways out: {_ways_out(shape, gpu_bytes, work, need)}",
             config.gpus,
         )
@@ -326,8 +335,9 @@ def _check_embedded(shape: ModelShape, gpu_bytes: int, work: Workload) -> None:
 
     Raises: ConfigError
     """
-    twice = 4 * shape.parameters // kv_bytes_per_token(shape, "present")
-    tokens = kv_tokens_of(shape, 1, gpu_bytes, "present") - twice
+    copy = ITEM_BYTES[work.build] * shape.parameters
+    twice = copy // kv_bytes_per_token(shape, work.build)
+    tokens = kv_tokens_of(shape, 1, gpu_bytes, work.build) - twice
     most = max(0, tokens) // work.context_tokens
     if most < work.max_concurrent_rollouts:
         rule = (
@@ -341,7 +351,10 @@ def _check_embedded(shape: ModelShape, gpu_bytes: int, work: Workload) -> None:
 def _ways_out(shape: ModelShape, gpu_bytes: int, work: Workload, need: float) -> str:
     """Name what makes one learner fit today."""
     ways = []
-    tokens = fewer_tokens(shape, gpu_bytes, work.pass_tokens, 1, build="present")
+    half = learner_parts(shape, 1, work.pass_tokens, build="present").total
+    if work.build == "present_float32" and half <= USABLE_SHARE * gpu_bytes:
+        ways.append("dtype bfloat16")
+    tokens = fewer_tokens(shape, gpu_bytes, work.pass_tokens, 1, build=work.build)
     if tokens is not None:
         shorter = " and rollouts as short" if tokens < work.context_tokens else ""
         ways.append(f"learner.micro_batch_tokens {tokens}{shorter}")
@@ -429,7 +442,7 @@ def _present_words(plan: GpuPlan) -> list[str]:
         assert plan.refusal is not None
         key = "" if plan.refusal.key == "gpus" else f"{plan.refusal.key}: "
         return [f"nothing: {key}{plan.refusal.rule}", "what follows is the planned placement"]
-    lines = [f"{_ratio(plan.present)}: {engine_words(plan)}, in float32"]
+    lines = [f"{_ratio(plan.present)}: {engine_words(plan)}, in {plan.dtype}"]
     if _ratio(plan.present) != _ratio(plan.rule):
         rule = f"the split rule alone would choose {_ratio(plan.rule)}"
         lines.append(f"one learner rank for now; {rule}")
@@ -455,7 +468,7 @@ def _count(number: int, noun: str) -> str:
 
 def _memory_table(plan: GpuPlan) -> list[str]:
     """Two columns of GB on each GPU: the planned build by the rule, and what runs now."""
-    now = plan.work._replace(build="present", optimizer="adamw")
+    now = plan.work._replace(build=PRESENT_BUILD[plan.dtype], optimizer="adamw")
     one = plan.present or plan.rule._replace(learners=1)
     columns = [(plan.rule, plan.work), (one, now)]
     titles = [f"planned {_ratio(plan.rule)}", f"now {_ratio(one)}" if plan.present else "now"]
@@ -478,7 +491,8 @@ def _memory_table(plan: GpuPlan) -> list[str]:
 
 def _host_words(plan: GpuPlan) -> str:
     """Say what today's weight path takes of the host's memory, beside /dev/shm."""
-    gpus, copy = plan.split.sampler_gpus, 4 * plan.shape.parameters
+    item = ITEM_BYTES[PRESENT_BUILD[plan.dtype]]
+    gpus, copy = plan.split.sampler_gpus, item * plan.shape.parameters
     total = f"{gpus} x {_gb(copy)} = {_gb(gpus * copy)} GB"
     return f"now a copy of the weights for each sampler GPU: {total}; weights in /dev/shm"
 
@@ -487,7 +501,7 @@ _LEARNER_ROWS = {
     "state": "weights, gradients, Adam",
     "published": "published copy",
     "reference": "reference model",
-    "gathered": "gathered layers",
+    "gathered": "rounded for a pass",
     "activations": "activations",
     "logits": "logits, by chunks",
     "fixed": "context, workspaces",

@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl_node.config import Config
 from asyncrl_node.core.pacing import PacingRule
+from asyncrl_node.dtype_rules import ITEM_BYTES, dtype_of, settled_dtype
 from asyncrl_node.engines.fake_engine import read_latencies
 from asyncrl_node.engines.vllm_engine import CPU_INSTALL
 from asyncrl_node.errors import ConfigError
@@ -101,6 +102,7 @@ _ABOVE_ZERO = (
     "learner.weight_high",
     "learner.m2_budget",
     "learner.parity_limit",
+    "learner.parity_mean_limit",
     "learner.probe_limit",
     "warn_every_s",
     "weights_overdue_s",
@@ -157,7 +159,7 @@ def settle(config: Config) -> Config:
     """Fill in what the processes would otherwise have to find out, each by itself."""
     task = task_of(config)
     most_loss_tokens = task.max_turns * max_new_tokens(config, task)
-    return settled(config, most_loss_tokens, model_folder(config))
+    return settled_dtype(settled(config, most_loss_tokens, model_folder(config)))
 
 
 def run_slot_bytes(config: Config, task: Task) -> int:
@@ -185,9 +187,9 @@ def weight_bytes(config: Config) -> int:
     for path in sorted(folder.glob("*.safetensors")):
         for tensor in _tensors(path):
             begin, end = tensor.data_offsets
-            total += (end - begin) // _DTYPE_BYTES.get(tensor.dtype, 4) * 4
+            total += (end - begin) // _DTYPE_BYTES.get(tensor.dtype, 4)
     _require(total > 0, "model", "must hold readable safetensors: they hold no weights", folder)
-    return total
+    return total * ITEM_BYTES[dtype_of(config)]
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -288,8 +290,8 @@ def _check_range(
     closed: tuple[bool, bool] = (True, True),
 ) -> None:
     """Check low <= value <= high; `closed` says whether each end itself is allowed."""
-    value = reduce(getattr, key.split("."), config)
-    if value is None:
+    value: object = reduce(getattr, key.split("."), config)
+    if value in (None, "auto"):
         return
     assert isinstance(value, int | float)
     inside = low < value < high or value in [
@@ -565,10 +567,11 @@ def _shared_memory(config: Config) -> list[str]:
 
 
 def _cpu_memory(config: Config) -> list[str]:
-    # fp32 weights, gradient and two Adam moments on the learner; one flat copy and a fused one on
-    # each sampler; one published copy in shared memory.
-    weights = weight_bytes(config)
-    learner, sampler, reference = 4 * weights, 2 * weights, ""
+    # fp32 weights, gradient and two Adam moments on the learner, and in bf16 its weights once more;
+    # one flat copy and a fused one on each sampler; one published copy in shared memory.
+    weights, item = weight_bytes(config), ITEM_BYTES[dtype_of(config)]
+    learner, sampler = weights // item * (16 if item == 4 else 16 + item), 2 * weights
+    reference = ""
     if config.learner.kl_coefficient:
         folder = reference_folder(config.learner) or model_folder(config)
         learner += weight_bytes(msgspec.structs.replace(config, model=str(folder)))

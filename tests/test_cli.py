@@ -125,8 +125,10 @@ def test_each_flag_sets_its_own_key(key: Key) -> None:
         float | None: "0.125",
     }.get(key.type, "7")
     for kind in (key.type, *typing.get_args(key.type)):
-        if typing.get_origin(kind) is typing.Literal:
+        if typing.get_origin(kind) is typing.Literal and typing.get_args(kind) != ("auto",):
             example = str(next(v for v in typing.get_args(kind) if v != key.default))
+        elif kind is float:
+            example = "0.125"
     default = Config(run_dir="here")
     for flag in key.flags:
         for arguments in ((f"{flag}={example}",), (flag, example)):

@@ -27,13 +27,16 @@ adamw_cpu      bf16 parameter 2, bf16 gradient 2; the rest is in host memory
 """
 HOST_BYTES: dict[Optimizer, int] = {"adamw": 0, "adamw_bf16_sr": 0, "adamw_cpu": 16}
 """Host bytes per parameter: fp32 parameter 4, gradient 4, moments 8."""
-Build = Literal["planned", "present"]
+Build = Literal["planned", "present", "present_float32"]
 """Which program the bytes are of.
 
-planned  passes in bf16, each layer recomputed for its backward pass; bf16 published and sampled
-present  what is built: float32 throughout, one learner rank, nothing recomputed
+planned          passes in bf16, each layer recomputed for its backward pass; bf16 published and
+                 sampled
+present          what is built: one learner rank, nothing recomputed, the weights rounded to bf16
+                 for a pass all at once; bf16 published and sampled
+present_float32  the same where `dtype` is float32: nothing is rounded
 """
-ITEM_BYTES: dict[Build, int] = {"planned": 2, "present": 4}
+ITEM_BYTES: dict[Build, int] = {"planned": 2, "present": 2, "present_float32": 4}
 """Of a published weight, an activation, a key or a value."""
 
 USABLE_SHARE = 0.93
@@ -146,7 +149,7 @@ class LearnerBytes(NamedTuple):
     reference: float
     """A frozen model."""
     gathered: float
-    """Layers that are gathered and reduced between ranks."""
+    """Weights as a pass has them: layers gathered and reduced between ranks, or all rounded."""
     activations: float
     logits: float
     fixed: float
@@ -175,7 +178,8 @@ def learner_parts(
     + 2.5 * 2048 V * 4      fp32 logits of one chunk of the head, with their gradient
     + 4 GB
 
-    The present build keeps the last but two of every layer, in float32, instead of recomputing it.
+    The present build keeps the last but two of every layer instead of recomputing it. In bf16 it
+    has the weights a second time, rounded, and the gradient of the embedding.
 
     More ranks need less each, but for one case: where most parameters are a tied embedding, two
     ranks with adamw_cpu save less than gathering costs.
@@ -187,11 +191,13 @@ def learner_parts(
         values = shape.layers * shape.hidden + layer_values
     else:
         values = shape.layers * layer_values
+    rounded = shape.parameters + shape.embedding if build == "present" else 0
+    gathered = 4 * shape.layer + 2 * (shape.embedding + shape.head) if ranks > 1 else 0
     return LearnerBytes(
         state=STATE_BYTES[optimizer] * shape.parameters / ranks,
         published=item * shape.parameters / ranks,
         reference=item * shape.reference / ranks,
-        gathered=item * (4 * shape.layer + 2 * (shape.embedding + shape.head)) * (ranks > 1),
+        gathered=item * (rounded + gathered),
         activations=item * micro_batch_tokens * values,
         logits=2.5 * HEAD_CHUNK_TOKENS * shape.vocab * 4,
         fixed=LEARNER_FIXED_BYTES,

@@ -1,4 +1,4 @@
-"""The canary: a few fixed tokens that a sampler scores and decodes on after every load. Pure.
+"""The canary: a few tokens that a sampler scores and decodes on after every load. Pure.
 
 A hash proves that the bytes arrived; it does not prove that the model computes with them. A tied
 head with a stale packed copy or a fused matrix that was not renewed: the copy is right and the
@@ -9,7 +9,10 @@ canary, and its answers must be
     moved   since the version it had before, if the learner's own have, and
     alike   where it decodes and where it scores, within the limit
 
-The second rule needs no limit, so it also holds where rounding makes a wide one necessary.
+Its tokens are chosen once, by the first weights, each about as likely as 1 in 8 after those before
+it: rounding grows with how unlikely a token is (vLLM in float32 was 1.6e-4 from the learner where
+one had 2 chances in a million), and what is certain hardly moves. The second rule needs no limit,
+so it also holds where rounding makes a wide one necessary.
 
 Scoring is one forward pass over a prompt; decoding may go by other graphs, caches and packed copies
 (a graph captured over old memory answers by old weights for ever, while the prefill is right). So
@@ -19,9 +22,12 @@ ones it will draw; it need not, for what it scores is held against the learner b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import fsum, inf, isnan
 from typing import NamedTuple
+
+CANARY_LOGPROB = -2.0
+"""About this likely is each of its tokens when it is made."""
 
 CANARY_TOKENS = 8
 """Each one reaches every layer; few, because a sampler acknowledges only after scoring them."""
@@ -55,16 +61,35 @@ class Answer(NamedTuple):
     """The latter as they were decoded."""
 
 
-def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe | None:
-    """Make the canary of a model: ids spread over its vocabulary, the same in every run.
+NextLogprobs = Callable[[Sequence[int]], Sequence[float]]
+"""Tokens -> log-probability of every token of the vocabulary as the next one, temperature 1."""
 
-    max_tokens  what a sampler can take as a prompt; fewer than 2 leave nothing to score: None
+
+def make_probe(
+    vocab_size: int, max_tokens: int, limit: float, next_logprobs: NextLogprobs | None = None
+) -> Probe | None:
+    """Make the canary of a model, the same in every run that starts from the same weights.
+
+    max_tokens     what a sampler can take as a prompt; fewer than 2 leave nothing to score: None
+    next_logprobs  of the first weights; None: ids spread over the vocabulary, however unlikely
     """
     if max_tokens < 2:
         return None
     count = min(CANARY_TOKENS, max(2, max_tokens - DECODED_TOKENS))
-    tokens = tuple((i * _GOLDEN % 2**32) * vocab_size >> 32 for i in range(1, count + 1))
-    return Probe(tokens, limit, min(DECODED_TOKENS, max_tokens - count))
+    tokens = [(i * _GOLDEN % 2**32) * vocab_size >> 32 for i in range(1, count + 1)]
+    if next_logprobs is not None:
+        del tokens[1:]
+        while len(tokens) < count:
+            tokens.append(_choose(next_logprobs(tokens), tokens))
+    return Probe(tuple(tokens), limit, min(DECODED_TOKENS, max_tokens - count))
+
+
+def _choose(logprobs: Sequence[float], before: Sequence[int]) -> int:
+    """Return the token nearest to CANARY_LOGPROB, a new one where there is one."""
+    return min(
+        range(len(logprobs)),
+        key=lambda token: (token in before, abs(logprobs[token] - CANARY_LOGPROB)),
+    )
 
 
 def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | None:

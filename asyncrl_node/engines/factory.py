@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl_node.config import Config
+from asyncrl_node.dtype_rules import dtype_of
 from asyncrl_node.engines.base import Engine
 from asyncrl_node.plan import engine_of, max_rollout_tokens, model_folder
 from asyncrl_node.sampling_rules import kv_after_update
@@ -17,6 +18,8 @@ def make_engine(config: Config, task: Task) -> Engine:
 
         return FakeEngine(config.fake, config.seed)
     if name == "torch":
+        import torch
+
         from asyncrl_node.engines.torch_engine import TorchEngine
 
         return TorchEngine(
@@ -24,6 +27,7 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
             device="cuda" if config.gpus else "cpu",
+            dtype=getattr(torch, dtype_of(config)),
         )
     from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
 
@@ -33,6 +37,7 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_rows=config.sampling.max_concurrent_rollouts,
             max_context=max_rollout_tokens(config, task),
             cpu=not config.gpus,
+            dtype=dtype_of(config),
             tensor_parallel=config.tensor_parallel or 1,
             kv_cache_memory_bytes=config.sampling.kv_cache_bytes if config.gpus else None,
             kv_after_update=kv_after_update(config.sampling, name, bool(config.gpus)),

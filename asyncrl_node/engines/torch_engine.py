@@ -170,8 +170,15 @@ class KVCache:
     def decode(self, layer: int, queries: Tensor, mask: Tensor) -> Tensor:
         """Attend with one query token per row, rows 0 .. n-1: [n, H, D] -> [n, H D]."""
         num_heads, length, head = mask.shape[0], mask.shape[2], queries.shape[2]
-        grouped = queries.reshape(num_heads, -1, head)
         keys, values = (heads[:num_heads, :length] for heads in self._heads[layer])
+        if queries.dtype != torch.float32:  # scores must not be rounded before the softmax
+            shape = (len(queries), self.num_kv)
+            keys, values, mask = (part.unflatten(0, shape) for part in (keys, values, mask))
+            mixed = F.scaled_dot_product_attention(
+                queries.unsqueeze(2), keys, values, attn_mask=mask[:, :1], enable_gqa=True
+            )
+            return mixed.reshape(len(queries), -1)
+        grouped = queries.reshape(num_heads, -1, head)
         scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=head**-0.5)
         return torch.bmm(scores.softmax(-1), values).view(len(queries), -1)
 

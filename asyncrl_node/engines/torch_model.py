@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl_node.errors import ConfigError, RunFault
+from asyncrl_node.head_logits import head_logits
 from asyncrl_node.messages import WeightEntry
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -327,7 +328,7 @@ class TorchModel:
             normed = F.rms_norm(x, hidden_size, layer.norm_mlp, eps)
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             x.addmm_(F.silu(gate).mul_(up), layer.down_t)
-        return F.linear(F.rms_norm(x, hidden_size, self._norm, eps), self._head).float()
+        return head_logits(F.rms_norm(x, hidden_size, self._norm, eps), self._head)
 
     def _bind(self, weights: FlatWeights) -> None:
         self._weights = weights

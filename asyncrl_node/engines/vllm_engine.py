@@ -501,6 +501,7 @@ def _start(model_dir: Path, settings: VllmSettings) -> AsyncLLM:
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype=settings.dtype,
+        hf_overrides={"head_dtype": "float32"},  # logits as the learner makes them
         max_model_len=settings.max_context,
         max_num_seqs=settings.max_rows + 1,  # the last one for `score`
         scheduling_policy="priority",

@@ -52,6 +52,10 @@ class Trainer(Protocol):
         """Log-probabilities of tokens[1:] under the present weights, at temperature 1."""
         ...
 
+    def next_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities [vocab_size] of the token after these, at temperature 1."""
+        ...
+
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         """Lay the weights out; return entries and bytes."""
         ...

@@ -48,6 +48,10 @@ class FakeTrainer:
         """Score as the engine's script does."""
         return scripted_logprobs(self._version, tokens)
 
+    def next_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Score every token of the vocabulary as the next one."""
+        return scripted_logprobs(self._version, [-1, *range(self.vocab_size)])
+
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
         """Lay out one parameter, without padding."""
         spec = (WEIGHT_NAME, "uint8", (self._num_bytes,), self._num_bytes)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl_node.head_logits import head_logits
+
 Context = Any
 """autograd's context: it takes any attribute."""
 CHUNK_ELEMENTS = 1 << 22
@@ -115,4 +117,4 @@ def _chunks(num_positions: int, chunk: int) -> list[slice]:
 
 def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     """Log-probabilities of the whole vocabulary, [n, V] float32."""
-    return (hidden @ weight.T).float().mul_(scale).log_softmax(1)
+    return head_logits(hidden, weight).mul_(scale).log_softmax(1)

@@ -5,9 +5,12 @@ these the two log-probabilities differ by rounding only; a larger difference mea
 not the same model (a stale head, another temperature, another dtype, a sampler that generates by
 weights that it no longer has), and every importance ratio of the run would be wrong by it.
 
-    the first update that holds such tokens     no token may differ by more than the limit
-    each later one                              they may not on average: over a whole run some token
-                                                of a sound sampler is far, and never all of them
+Differences are per nat: over max(1, |log-probability|), since a rare token's is rounded coarser.
+
+    every update that holds such tokens     on average they may not differ by more than mean_limit
+    the first of them                       nor may any token by more than the limit; later none is
+                                            judged alone: over a whole run some token of a sound
+                                            sampler is far, and never all of them
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _NUM_WORST = 5
 class WorstToken(NamedTuple):
     """One token, by how far sampler and learner are apart."""
 
-    difference: float
+    per_nat: float
     group: int
     token: int
     sampler_logprob: float
@@ -39,14 +42,16 @@ class WorstToken(NamedTuple):
 class ParityGate:
     """Collects the differences of one update until `check`, which passes or refuses them."""
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, mean_limit: float | None) -> None:
+        """See learner.parity_limit and parity_mean_limit; None: not judged."""
         self._limit = limit
+        self._mean_limit = mean_limit
         self.report: str | None = None
         """The figures of the first update that was judged; None before."""
         self._reset()
 
     def _reset(self) -> None:
-        self._sum = 0.0
+        self._sum = self._per_nat_sum = self._largest = 0.0
         self._count = 0
         self._worst: list[WorstToken] = []
 
@@ -56,11 +61,14 @@ class ParityGate:
             return
         learner = learner.detach()
         differences = (learner - sampler).abs().nan_to_num(nan=inf)
+        per_nat = (differences / learner.abs().clamp(min=1.0)).nan_to_num(nan=inf)
         self._sum += float(differences.double().sum())
+        self._per_nat_sum += float(per_nat.double().sum())
+        self._largest = max(self._largest, float(differences.max()))
         self._count += len(differences)
-        for place in differences.topk(min(_NUM_WORST, len(differences))).indices.tolist():
+        for place in per_nat.topk(min(_NUM_WORST, len(per_nat))).indices.tolist():
             worst = WorstToken(
-                float(differences[place]),
+                float(per_nat[place]),
                 groups[place],
                 int(tokens[place]),
                 float(sampler[place]),
@@ -81,21 +89,23 @@ class ParityGate:
             f"{w.learner_logprob:.6f}"
             for w in self._worst
         )
-        is_first = self.report is None
-        highest, mean = self._worst[0].difference, self._sum / self._count
+        highest, mean = self._worst[0].per_nat, self._per_nat_sum / self._count
         story = (
             f"log-probabilities of {self._count} tokens under the same weights differ by "
-            f"{highest:.2e} at most and {mean:.2e} on average; worst: {worst}"
+            f"{self._largest:.2e} at most and {self._sum / self._count:.2e} on average, per nat by "
+            f"{highest:.2e} and {mean:.2e}; worst: {worst}"
         )
-        judged, what = (highest, "largest") if is_first else (mean, "average")
-        if is_first:
-            limit = "it is off" if self._limit is None else f"limit {self._limit:g}"
-            self.report = f"parity gate ({limit}): {story}"
+        rules = [("average", mean, self._mean_limit, "parity_mean_limit")]
+        if self.report is None:
+            rules.insert(0, ("largest", highest, self._limit, "parity_limit"))
+            limits = ["off" if limit is None else f"{limit:g}" for *_, limit, _ in rules]
+            self.report = f"parity gate (limits {' and '.join(limits)}): {story}"
             log.info("%s", self.report)
         self._reset()
-        if self._limit is not None and judged > self._limit:
-            raise RunFault(
-                "parity",
-                f"{story}; the limit of the {what} is {self._limit:g}, and learner.parity_limit "
-                "raises it (none switches the gate off)",
-            )
+        for what, judged, limit, key in rules:
+            if limit is not None and judged > limit:
+                raise RunFault(
+                    "parity",
+                    f"{story}; the limit of the {what} per nat is {limit:g}, and learner.{key} "
+                    "raises it (none switches it off)",
+                )

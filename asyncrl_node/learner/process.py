@@ -24,6 +24,7 @@ from asyncrl_node.config import Config
 from asyncrl_node.core.probe import Probe, make_probe
 from asyncrl_node.core.publishing import PublishingCore
 from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.dtype_rules import dtype_of, limits_of
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault, Trainer
 from asyncrl_node.learner.clock import CauseClock
@@ -62,7 +63,7 @@ class Interrupted(Exception):
 def make_trainer(config: Config) -> Trainer:
     """Make the trainer that goes with the engine; the heavy imports happen here.
 
-    With `gpus` it sits on the one GPU that this process sees, in float32 without TF32's shorter
+    With `gpus` it sits on the one GPU that this process sees; float32 is without TF32's shorter
     mantissas, so that its log-probabilities stay the sampler's. That has not run on a GPU.
     """
     if engine_of(config) == "fake":
@@ -79,7 +80,12 @@ def make_trainer(config: Config) -> Trainer:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
     return TorchTrainer(
-        config.learner, model_folder(config), config.sampling.temperature, config.seed, device
+        config.learner,
+        model_folder(config),
+        config.sampling.temperature,
+        config.seed,
+        device,
+        dtype_of(config),
     )
 
 
@@ -281,9 +287,11 @@ class LearnerProcess:
 
     def _make_probe(self) -> Probe | None:
         """The canary that every sampler can take as a prompt; None where the probe is off."""
-        limit = self._config.learner.probe_limit
+        limit = limits_of(self._config.learner, dtype_of(self._config)).probe
         most = max_rollout_tokens(self._config, self._task) - 1
-        return None if limit is None else make_probe(self._trainer.vocab_size, most, limit)
+        if limit is None:
+            return None
+        return make_probe(self._trainer.vocab_size, most, limit, self._trainer.next_logprobs)
 
     def _score_canary(self, version: int) -> tuple[float, ...]:
         """Score the canary. Raises: RunFault("non_finite") for weights that are broken."""

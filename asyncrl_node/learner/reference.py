@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.batch import Pack
@@ -18,22 +19,36 @@ Model = Any
 
 
 def score_pack(
-    model: Model, pack: Pack, temperature: float, entropy_gradient: bool = False
+    model: Model,
+    pack: Pack,
+    temperature: float,
+    entropy_gradient: bool = False,
+    weights: tuple[dict[str, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [N] of a pack's N targets."""
-    hidden: Tensor = model.base_model(
-        input_ids=pack.input_ids,
-        position_ids=pack.position_ids,
-        use_cache=False,
-        pack=pack.sequences,
-    ).last_hidden_state[0]
+    """Log-probabilities and entropies [N] of a pack's N targets.
+
+    weights: parameters of the base model by name and the head, in place of the model's own.
+    """
+    base, head = weights or ({}, model.get_output_embeddings().weight)
     return head_logprobs(
-        hidden.index_select(0, pack.predictors),
-        model.get_output_embeddings().weight,
+        last_hidden(model, pack, base).index_select(0, pack.predictors),
+        head,
         pack.targets,
         temperature,
         entropy_gradient=entropy_gradient,
     )
+
+
+def last_hidden(model: Model, pack: Pack, weights: dict[str, Tensor]) -> Tensor:
+    """What the head is given for each of a pack's tokens: [T, D]; see `score_pack`."""
+    inputs = {
+        "input_ids": pack.input_ids,
+        "position_ids": pack.position_ids,
+        "use_cache": False,
+        "pack": pack.sequences,
+    }
+    hidden: Tensor = functional_call(model.base_model, weights, kwargs=inputs).last_hidden_state
+    return hidden[0]
 
 
 class Reference:

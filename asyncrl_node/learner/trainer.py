@@ -9,6 +9,10 @@
                 |
     finish_step(): metrics      copy_weights_into(): the flat buffer that samplers read
 
+Parameters, gradients and moments are float32. Where `dtype` is bfloat16 every pass begins by
+rounding the parameters to it, to nearest even as publishing does: the pass computes with the very
+bits that samplers have, and its gradients are added up in float32 again.
+
 Losses are weighted and summed while gradients accumulate, and divided once, in update(), by totals
 of everything that was accumulated (losses/aggregation.py). So an update's gradient does not depend
 on how its groups were cut into minibatches or packs, and streaming trains exactly what a whole
@@ -45,7 +49,9 @@ from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.layout import layout_weights
 from asyncrl_node.core.packing import pack_rollouts
 from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.dtype_rules import DType, limits_of
 from asyncrl_node.errors import RunFault
+from asyncrl_node.head_logits import head_logits
 from asyncrl_node.learner.attention import no_mask, packed_attention
 from asyncrl_node.learner.base import GroupFault
 from asyncrl_node.learner.batch import (
@@ -69,7 +75,7 @@ from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_lo
 from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
 from asyncrl_node.learner.losses.settings import LossSettings
 from asyncrl_node.learner.parity import ParityGate
-from asyncrl_node.learner.reference import Model, Reference, score_pack
+from asyncrl_node.learner.reference import Model, Reference, last_hidden, score_pack
 from asyncrl_node.learner.step_sums import StepSums
 from asyncrl_node.messages import WeightEntry
 
@@ -95,7 +101,7 @@ AttentionMaskInterface.register("packed", no_mask)
 
 
 class Trainer:
-    """One learner's model and AdamW, in float32.
+    """One learner's model and AdamW.
 
     A step is `accumulate` as often as groups arrive, `update` once per optimizer update, and
     `finish_step` at its end. `config` tells loss, advantage, optimizer and token budget; the
@@ -109,8 +115,11 @@ class Trainer:
         temperature: float,
         seed: int,
         device: str = "cpu",
+        dtype: DType = "float32",
     ) -> None:
         """Load the model of `model_dir`; log-probabilities are taken at the sampling `temperature`.
+
+        `dtype` is that of passes and of published weights.
 
         Dropout is off: the learner's log-probabilities must be the sampler's. `seed` only matters
         to models that draw random numbers elsewhere.
@@ -123,8 +132,10 @@ class Trainer:
         self._model_dir = model_dir
         self._temperature = temperature
         self._device = torch.device(device)
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._model = _load_model(model_dir).to(self._device)
         self._head: Tensor = self._model.get_output_embeddings().weight
+        self._base: dict[str, Tensor] = dict(self._model.base_model.named_parameters())
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._grads = [torch.zeros_like(parameter) for parameter in self._parameters.values()]
         for parameter, grad in zip(self._parameters.values(), self._grads, strict=True):
@@ -151,9 +162,11 @@ class Trainer:
         self._proximal: dict[int, Float32s] = {}
         self._limit: float | None = None
         self._sums = StepSums()
-        self._layout = layout_weights([_spec(*named) for named in self._parameters.items()])
+        specs = [_spec(name, p, self._dtype) for name, p in self._parameters.items()]
+        self._layout = layout_weights(specs)
         self._views: tuple[tuple[int, int], list[Tensor]] = ((0, 0), [])
-        self._parity = ParityGate(config.parity_limit)
+        limits = limits_of(config, dtype)
+        self._parity = ParityGate(limits.parity, limits.parity_mean)
         self._prove_packing(self._model, model_dir)
         self._reference = self._load_reference() if config.kl_coefficient else None
 
@@ -281,8 +294,21 @@ class Trainer:
         scores: list[float] = self._score_at(pack, 1.0)[0].tolist()
         return scores
 
+    @torch.no_grad()
+    def next_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """See `Trainer.next_logprobs`."""
+        sequence = torch.tensor(tokens, device=self._device)
+        pack = bare_pack(sequence, sequence, [len(tokens)])
+        base, head = self._weights_in(self._dtype)
+        hidden = last_hidden(self._model, pack, base)[-1:]
+        logprobs: list[float] = head_logits(hidden, head).log_softmax(1)[0].tolist()
+        return logprobs
+
     def named_weights(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters in module order by Hugging Face name, a tied head once; views."""
+        """Return the parameters in module order by Hugging Face name, a tied head once.
+
+        They are views of the float32 masters; publishing rounds them to the manifest's type.
+        """
         return [(name, parameter.detach()) for name, parameter in self._parameters.items()]
 
     def manifest(self) -> tuple[tuple[WeightEntry, ...], int]:
@@ -290,7 +316,7 @@ class Trainer:
         return self._layout
 
     def copy_weights_into(self, buffer: memoryview) -> None:
-        """Write every parameter into `buffer`, laid out by the manifest.
+        """Write every parameter into `buffer`, laid out by the manifest, in its type.
 
         Views into the buffer are kept, by its address; they are used during a call only. From a
         GPU (where this has not run) all is copied on return too: the buffer is not pinned.
@@ -308,6 +334,8 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write model, tokenizer and optimizer state into `folder`: Hugging Face form, no pickle.
+
+        The weights are the float32 masters; loaded as bfloat16 they are the published bits.
 
         The caller makes it atomic, by renaming the folder.
         """
@@ -407,10 +435,21 @@ class Trainer:
         return self._score_at(pack, self._temperature)
 
     def _score_at(
-        self, pack: Pack, temperature: float, model: Model = None
+        self, pack: Pack, temperature: float, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        model = self._model if model is None else model
-        return score_pack(model, pack, temperature, self._config.entropy_coefficient != 0)
+        """Pass forward in `dtype`, or else the trainer's own."""
+        weights = self._weights_in(dtype or self._dtype)
+        has_bonus = self._config.entropy_coefficient != 0
+        return score_pack(self._model, pack, temperature, has_bonus, weights)
+
+    def _weights_in(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+        """Round the parameters of the base model and the head to `dtype`; gradients flow back.
+
+        Each is rounded once: a tied head is the embedding's copy. They live as long as the pass.
+        """
+        rounded = {id(p): p.to(dtype) for p in self._parameters.values()}
+        base = {name: rounded[id(parameter)] for name, parameter in self._base.items()}
+        return base, rounded[id(self._head)]
 
     def _score_by_reference(self, pack: Pack) -> Tensor | None:
         """Log-probabilities [N] by the frozen reference model, if there is one."""
@@ -504,7 +543,7 @@ class Trainer:
         return RunFault("non_finite", story)
 
     def _load_reference(self) -> Reference:
-        """Load the frozen model that the KL term pulls back to.
+        """Load the frozen model that the KL term pulls back to, in the type of the passes.
 
         An empty `reference_model` is the folder that this trainer began with: a run that goes on
         from a checkpoint must name the first one (loss_rules.settled writes it down).
@@ -513,12 +552,11 @@ class Trainer:
         """
         folder = Path(self._config.reference_model or self._model_dir)
         model = _load_model(folder).to(self._device)
-        reference = Reference(model, folder, self.vocab_size, self._temperature)
         self._prove_packing(model, folder)
-        return reference
+        return Reference(model.to(self._dtype), folder, self.vocab_size, self._temperature)
 
     def _prove_packing(self, model: Model, model_dir: Path) -> None:
-        """Compare two packed sequences with the model's own eager attention and head.
+        """Compare two packed sequences with the float32 model's own eager attention and head.
 
         Raises: RunFault for a model whose attention or head is not what this learner computes.
         """
@@ -528,7 +566,7 @@ class Trainer:
         targets = tokens[0].roll(-1)
         pack = bare_pack(tokens[0], targets, [first, second])
         with torch.no_grad(), _quiet():
-            packed, _ = self._score_at(pack, self._temperature, model)
+            packed, _ = score_pack(model, pack, self._temperature)
             model.set_attn_implementation("eager")
             logits = [
                 model(sequence, use_cache=False).logits[0]
@@ -600,10 +638,12 @@ def _read_optimizer(folder: Path) -> tuple[int, dict[str, Tensor]]:
     return state["num_updates"], moments
 
 
-def _spec(name: str, parameter: Tensor) -> tuple[str, str, tuple[int, ...], int]:
-    """Describe a parameter for core/layout.py."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return name, dtype, tuple(parameter.shape), parameter.nbytes
+def _spec(
+    name: str, parameter: Tensor, dtype: torch.dtype
+) -> tuple[str, str, tuple[int, ...], int]:
+    """Describe a parameter for core/layout.py, as it is published."""
+    num_bytes = parameter.numel() * dtype.itemsize
+    return name, str(dtype).removeprefix("torch."), tuple(parameter.shape), num_bytes
 
 
 def _view(flat: Tensor, entry: WeightEntry) -> Tensor:

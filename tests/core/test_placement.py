@@ -154,25 +154,33 @@ def test_learner_bytes_of_8b_are_the_worked_example():
     assert learner_bytes(SHAPES["8B"], 4, 16384) / GB == pytest.approx(59, abs=0.5)
 
 
-def test_the_present_build_is_float32_and_recomputes_nothing():
-    """0.6B, passes of 8k: 20 bytes a parameter, 5.2 bytes a value of each of the 28 layers."""
+@pytest.mark.parametrize(("build", "item"), [("present", 2), ("present_float32", 4)])
+def test_the_present_build_recomputes_nothing(build, item):
+    """0.6B, passes of 8k: 16 bytes a parameter, 1.3 items for a value of each of the 28 layers."""
     shape = SHAPES["0.6B"]
     width = 8 * 1024 + 3 * 3072 + 2 * (16 + 2 * 8) * 128
-    parts = learner_parts(shape, 1, 8192, build="present")
+    parts = learner_parts(shape, 1, 8192, build=build)
     assert parts.state == 16 * shape.parameters
-    assert parts.published == 4 * shape.parameters
-    assert parts.gathered == 0
-    assert parts.activations == pytest.approx(28 * 5.2 * width * 8192)
-    assert parts.total / GB == pytest.approx(49.6, abs=0.1)
-    assert parts.total == learner_bytes(shape, 1, 8192, build="present") == sum(parts)
-    kept = learner_parts(shape._replace(reference=7), 2, 8192, build="present")
-    assert kept.reference == 4 * 7 / 2
-    assert kept.total == learner_parts(shape, 2, 8192, build="present").total + 14
-    sampler = sampler_parts(shape, 1, 1000, "present")
-    assert sampler.weights == 4 * shape.parameters
-    assert sampler.cache == 2 * 1000 * kv_bytes_per_token(shape)
-    assert sampler.reserve == 2 * 4 * 151936 * 1024 + 500_000_000
-    assert kv_tokens_of(shape, 1, 80 * GB, "present") < kv_tokens_of(shape, 1, 80 * GB) / 2
+    assert parts.published == item * shape.parameters
+    rounded = 2 * (shape.parameters + 151936 * 1024)
+    assert parts.gathered == (rounded if item == 2 else 0)
+    assert parts.activations == pytest.approx(28 * 1.3 * item * width * 8192)
+    assert parts.total / GB == pytest.approx(49.6 if item == 4 else 34.6, abs=0.1)
+    assert parts.total == learner_bytes(shape, 1, 8192, build=build) == sum(parts)
+    kept = learner_parts(shape._replace(reference=7), 2, 8192, build=build)
+    assert kept.reference == item * 7 / 2
+    assert kept.total == learner_parts(shape, 2, 8192, build=build).total + kept.reference
+    sampler = sampler_parts(shape, 1, 1000, build)
+    assert sampler.weights == item * shape.parameters
+    assert sampler.cache == item // 2 * 1000 * kv_bytes_per_token(shape)
+    assert sampler.reserve == 2 * item * 151936 * 1024 + 500_000_000
+
+
+def test_a_cache_of_float32_holds_less_than_half_the_tokens():
+    shape = SHAPES["0.6B"]
+    half = kv_tokens_of(shape, 1, 80 * GB, "present")
+    assert half == kv_tokens_of(shape, 1, 80 * GB)
+    assert kv_tokens_of(shape, 1, 80 * GB, "present_float32") < half / 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl_node.config import Config, SamplingConfig
 from asyncrl_node.engines import torch_engine, vllm_engine
@@ -51,16 +52,29 @@ def test_a_vllm_sampler_on_a_cpu_sizes_its_cache_itself(monkeypatch) -> None:
     assert settings.kv_cache_memory_bytes is None
 
 
-@pytest.mark.parametrize(("gpus", "device"), [("", "cpu"), ("2", "cuda")])
-def test_the_embedded_engine_and_the_trainer_follow_the_gpus(monkeypatch, gpus, device) -> None:
-    config = Config(engine="torch", gpus=gpus)
-    assert made(monkeypatch, torch_engine, "TorchEngine", config).keywords["device"] == device
+@pytest.mark.parametrize(
+    ("gpus", "asked", "device", "dtype"),
+    [
+        ("", None, "cpu", "float32"),
+        ("", "bfloat16", "cpu", "bfloat16"),
+        ("2", None, "cuda", "bfloat16"),
+        ("2", "float32", "cuda", "float32"),
+    ],
+)
+def test_engines_and_the_trainer_follow_the_gpus_and_the_dtype(
+    monkeypatch, gpus, asked, device, dtype
+) -> None:
+    vllm = Config(engine="vllm", gpus=gpus, dtype=asked)
+    assert made(monkeypatch, vllm_engine, "VllmEngine", vllm).arguments[1].dtype == dtype
+    config = Config(engine="torch", gpus=gpus, dtype=asked)
+    given = made(monkeypatch, torch_engine, "TorchEngine", config).keywords
+    assert (given["device"], given["dtype"]) == (device, getattr(torch, dtype))
     from asyncrl_node.learner import trainer
 
     recorder = Recorder()
     monkeypatch.setattr(trainer, "Trainer", recorder)
     assert make_trainer(config) is recorder
-    assert recorder.arguments[-1] == device
+    assert recorder.arguments[-2:] == (device, dtype)
 
 
 @pytest.mark.vllm
@@ -79,4 +93,5 @@ def test_vllm_is_started_with_them(monkeypatch) -> None:
     assert arguments.tensor_parallel_size == 2
     assert arguments.kv_cache_memory_bytes == 5 << 30
     assert arguments.distributed_executor_backend is None, "vLLM's own choice on GPUs"
+    assert arguments.hf_overrides == {"head_dtype": "float32"}
     assert not arguments.enforce_eager

@@ -20,14 +20,15 @@ def scored(difference: float, count: int = 8) -> tuple[torch.Tensor, torch.Tenso
 
 
 def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(1e-6), [4] * 8)
     with caplog.at_level(logging.INFO):
         gate.check()
     assert gate.report is not None
     assert gate.report in caplog.text
-    assert gate.report.startswith("parity gate (limit 5e-05): log-probabilities of 8 tokens under")
-    assert "by 9.54e-07 at most and 1.19e-07 on average; worst: token 3 of group 4" in gate.report
+    assert gate.report.startswith("parity gate (limits 5e-05 and 5e-05): log-probabilities of 8 ")
+    assert "by 9.54e-07 at most and 1.19e-07 on average, per nat by 9.54e-07 and" in gate.report
+    assert "; worst: token 3 of group 4" in gate.report
     gate.add(*scored(0.0), [5] * 8)
     first = gate.report
     gate.check()
@@ -36,7 +37,7 @@ def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
 def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.add(*scored(difference), [2] * 8)
     with pytest.raises(RunFault, match=r"token 3 of group 2.*learner\.parity_limit") as caught:
@@ -45,7 +46,7 @@ def test_a_larger_difference_is_refused_and_names_the_worst(difference: float) -
 
 
 def test_it_stays_closed_until_there_is_something_to_judge() -> None:
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.check()
     gate.add(*scored(1e-3), [2] * 8)
     with pytest.raises(RunFault, match="largest"):
@@ -54,7 +55,7 @@ def test_it_stays_closed_until_there_is_something_to_judge() -> None:
 
 def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
     """A sampler that goes on generating by old weights is far everywhere, in any later step."""
-    gate = ParityGate(5e-5)
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.check()
     gate.add(*scored(2e-4), [2] * 8)  # 2.5e-5 on average
@@ -67,10 +68,24 @@ def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
 
 
 def test_none_switches_it_off() -> None:
-    gate = ParityGate(None)
+    gate = ParityGate(None, None)
     gate.add(*scored(1.0), [1] * 8)
     gate.check()
-    strict = ParityGate(0.5)
+    strict = ParityGate(0.4, None)
     strict.add(*scored(1.0), [1] * 8)
     with pytest.raises(RunFault):
         strict.check()
+
+
+def test_an_unlikely_token_may_be_off_by_more() -> None:
+    """Its logits are further apart, and so is what rounding leaves of them."""
+    tokens = torch.arange(2)
+    learner = torch.tensor([-1.0, -16.0])
+    far = torch.tensor([0.0, 4e-4])
+    gate = ParityGate(5e-5, 5e-5)
+    gate.add(tokens, learner + far, learner, [1, 1])
+    gate.check()
+    with pytest.raises(RunFault, match=r"worst: token 0 of group 2"):
+        gate.add(tokens, learner + far, learner, [1, 1])
+        gate.add(tokens, learner + far.flip(0), learner, [2, 2])
+        gate.check()

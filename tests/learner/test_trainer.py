@@ -52,7 +52,8 @@ MODELS = {
 }
 SUPPORTED = ["qwen3_tied", "qwen3_untied", "llama", "qwen2"]
 # The gate has tests of its own; here log-probabilities are made up.
-CONFIG = LearnerConfig(warmup_steps=0, max_grad_norm=1e9, parity_limit=None)
+NO_GATE = {"parity_limit": None, "parity_mean_limit": None}
+CONFIG = LearnerConfig(warmup_steps=0, max_grad_norm=1e9, **NO_GATE)
 VERSION = 5
 
 
@@ -372,7 +373,13 @@ def test_the_rewarded_rollout_becomes_likelier(model_dir, loss):
 
 
 def test_the_update_is_adamw_on_the_clipped_mean_gradient(model_dir):
-    config = LearnerConfig(warmup_steps=4, max_grad_norm=0.05, weight_decay=0.1, parity_limit=None)
+    config = LearnerConfig(
+        warmup_steps=4,
+        max_grad_norm=0.05,
+        weight_decay=0.1,
+        parity_limit=None,
+        parity_mean_limit=None,
+    )
     trainer = Trainer(config, model_dir, 1.0, seed=0)
     names = [name for name, _ in trainer.named_weights()]
     twins = [tensor.clone().requires_grad_() for _, tensor in trainer.named_weights()]
@@ -533,7 +540,7 @@ def step(trainer, seed):
 
 
 def test_two_steps_and_two_more_after_a_restart_equal_four(model_dir, tmp_path):
-    config = LearnerConfig(warmup_steps=6, parity_limit=None)
+    config = LearnerConfig(warmup_steps=6, **NO_GATE)
     straight = Trainer(config, model_dir, 1.0, seed=0)
     metrics = [step(straight, seed) for seed in range(4)]
     first = Trainer(config, model_dir, 1.0, seed=0)

@@ -259,6 +259,8 @@ def test_no_count_is_negative(key: str) -> None:
         ("fake.raise_rate", "1.01", "must be in [0, 1]"),
         ("fake.constant_share", "2", "must be in [0, 1]"),
         ("learner.parity_limit", "0", "must be a number above 0"),
+        ("learner.parity_mean_limit", "-1", "must be a number above 0"),
+        ("learner.probe_limit", "inf", "must be a number above 0"),
         ("samplers", "0", "must be at least 1"),
         ("samplers", "1025", "must be at most 1024"),
         ("steps", "2147483648", "start_version + steps must be at most 2147483647"),
