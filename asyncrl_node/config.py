@@ -85,6 +85,11 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ppo, gspo, a3po, decoupled_ppo, m2po, cispo, importance_sampling or path/to/file.py:name."""
     advantage: str = "mean_std"
     """mean_std, mean, leave_one_out, mean_normalised or path/to/file.py:name."""
+    turn_credit: Literal["return_to_go", "as_given", "off"] = "return_to_go"
+    """Where an environment rewards turns: compare what each rollout still earned from a turn on, or
+    take a turn's reward as its advantage, or look at the rollout's reward only."""
+    turn_discount: float = 1.0
+    """return_to_go: what a later turn's reward is worth, per turn."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Every token counts the same, every rollout does, or nothing depends on lengths."""
     horizon: int | None = None

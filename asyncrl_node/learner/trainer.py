@@ -52,11 +52,11 @@ from asyncrl_node.learner.batch import (
     Float32s,
     Pack,
     bare_pack,
-    check_advantages,
     collect,
     guard,
     make_pack,
 )
+from asyncrl_node.learner.credit import advantages_of, is_constant
 from asyncrl_node.learner.losses.aggregation import divisor
 from asyncrl_node.learner.losses.base import (
     LARGEST_LOG_RATIO,
@@ -182,7 +182,8 @@ class Trainer:
         """
         self._version = policy_version
         for group in groups:
-            self._sums.add_rewards(group.rewards.tolist())
+            constant = is_constant(group, self._config.turn_credit, self._config.turn_discount)
+            self._sums.add_rewards(group.rewards.tolist(), constant)
         if "log_ratio_limit" in self._needs:
             self._limit = self._find_limit(groups)
         for pack, has_signal in self._packs(groups):
@@ -230,7 +231,8 @@ class Trainer:
         """Return the metrics of the step and start the next one.
 
         reward/trained_mean, _std        over all rollouts handed in, population std
-        reward/num_constant_groups       groups without a signal: all rewards equal
+        reward/num_constant_groups       groups without a signal: all rewards equal, or those of
+                                         the turns that are compared
         loss/mean, entropy/mean          per loss token, whatever the aggregation; entropy at the
                                          sampling temperature
         grad_norm                        before clipping, of the mean gradient; mean over updates
@@ -351,7 +353,7 @@ class Trainer:
         if not groups:
             return
         rollouts = collect(groups, [self._advantages(group) for group in groups], self._proximal)
-        signal = (rollouts.advantages != 0) | self._always_backward
+        signal = rollouts.has_advantage | self._always_backward
         for has_signal in (True, False):
             members = np.flatnonzero(signal == has_signal)
             lengths = rollouts.num_inputs[members].tolist()
@@ -359,14 +361,10 @@ class Trainer:
                 chosen, aggregation = members[list(places)], self._config.aggregation
                 yield make_pack(rollouts, chosen, self._device, aggregation), has_signal
 
-    def _advantages(self, group: TrajectoryGroup) -> list[float]:
-        """Return the group's advantages. Raises: GroupFault where one is not finite."""
-        try:
-            advantages = list(self._group_advantages(group.rewards.tolist()))
-        except ValueError as error:
-            raise GroupFault("non_finite", group, f"{error}; no weight was changed") from error
-        check_advantages(group, advantages)
-        return advantages
+    def _advantages(self, group: TrajectoryGroup) -> Float32s:
+        """Advantages of the group's tokens. Raises: GroupFault where one is not finite."""
+        compare, config = self._group_advantages, self._config
+        return advantages_of(group, compare, config.turn_credit, config.turn_discount)
 
     def _run(
         self,

@@ -94,6 +94,8 @@ def make_group(group_id, masks, rewards, seed=0, version=VERSION):
         on_older_kv=np.zeros(len(mask), bool),
         rollout_starts=np.cumsum([0] + [len(rollout) for rollout in masks]),
         rewards=np.array(rewards, np.float32),
+        turn_ends=np.zeros(0, np.int64),
+        turn_rewards=np.zeros(0, np.float32),
     )
 
 

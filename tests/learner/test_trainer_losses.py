@@ -38,8 +38,11 @@ def config_of(**settings):
 
 def stale_groups(trainer, count=4, version=VERSION - 3):
     """Groups whose sampler is the trainer's own model, moved a little, `VERSION - version` ago."""
-    groups = [group._replace(policy_versions=group.policy_versions.copy())
-              for group in make_groups(count)]  # fmt: skip
+    return sampled_by(trainer, make_groups(count), version)
+
+
+def sampled_by(trainer, groups, version):
+    """Write into groups what the trainer's own model, moved a little, makes of their tokens."""
     for group in groups:
         group.policy_versions[group.loss_mask] = version
         noise = np.random.default_rng(group.group_id)
