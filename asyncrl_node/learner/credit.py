@@ -17,6 +17,7 @@ from asyncrl_node.core.advantages import (
     turn_advantages,
 )
 from asyncrl_node.core.rollout import TrajectoryGroup
+from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -66,11 +67,13 @@ def is_constant(group: TrajectoryGroup, credit: TurnCredit, discount: float) -> 
 
 @contextmanager
 def _blaming(group: TrajectoryGroup) -> Iterator[None]:
-    """Turn a ValueError into the fault of the group that it is about."""
+    """Turn a ValueError, or a user's fault, into the fault of the group that it is about."""
     try:
         yield
     except ValueError as error:
         raise GroupFault("non_finite", group, f"{error}; no weight was changed") from error
+    except RunFault as fault:
+        raise GroupFault(fault.name, group, f"{fault.story}; no weight was changed") from fault
 
 
 def _check(group: TrajectoryGroup, advantages: Sequence[float]) -> None:

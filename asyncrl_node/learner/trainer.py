@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
 
@@ -68,6 +68,7 @@ from asyncrl_node.learner.losses.off_policy import m2po_limit
 from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
 from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
 from asyncrl_node.learner.losses.settings import LossSettings
+from asyncrl_node.learner.losses.user_code import blaming
 from asyncrl_node.learner.parity import ParityGate
 from asyncrl_node.learner.reference import Model, Reference, score_pack
 from asyncrl_node.learner.step_sums import StepSums
@@ -178,7 +179,8 @@ class Trainer:
 
         The groups' arrays must stay readable until `update`.
 
-        Raises: GroupFault for a reward, advantage, log-probability or loss that is not finite.
+        Raises: GroupFault for a reward, advantage, log-probability or loss that is not finite, and
+        RunFault for a user's function that fails.
         """
         self._version = policy_version
         for group in groups:
@@ -384,8 +386,14 @@ class Trainer:
             loss = self._loss(logprobs, entropies, reference, pack)
         guard(pack, groups, logprobs.detach(), loss.losses.detach())
         if has_signal:
-            torch.autograd.backward((loss.losses * pack.weights).sum())
+            with self._backward_blame():
+                torch.autograd.backward((loss.losses * pack.weights).sum())
         return loss, logprobs.detach(), entropies.detach()
+
+    def _backward_blame(self) -> AbstractContextManager[None]:
+        """Name a user's loss where its gradient cannot be taken."""
+        loss = self._config.loss
+        return nullcontext() if loss in LOSSES else blaming(loss, "the backward pass of ")
 
     def _compare(
         self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
@@ -412,11 +420,7 @@ class Trainer:
     def _loss(
         self, logprobs: Tensor, entropies: Tensor, reference: Tensor | None, pack: Pack
     ) -> TokenLoss:
-        """The configured loss of each of the pack's tokens.
-
-        Raises: RunFault for a user's loss that is not one number per token: a sum would be weighted
-        and summed once more.
-        """
+        """The configured loss of each of the pack's tokens."""
         proximal = None
         if "proximal_logprobs" in self._needs:
             moved = self._sums.num_updates > 0
@@ -434,12 +438,6 @@ class Trainer:
             log_ratio_limit=self._limit,
         )
         loss = self._token_loss(tokens, self._settings)
-        if loss.losses.shape != logprobs.shape:
-            shape, count = list(loss.losses.shape), len(logprobs)
-            story = f"{self._config.loss} returned losses of shape {shape} for {count} tokens"
-            raise RunFault(
-                "bad_loss", f"{story}: it must be [{count}], neither summed nor averaged"
-            )
         return regularise(
             loss,
             tokens,

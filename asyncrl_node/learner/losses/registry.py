@@ -19,17 +19,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
 from asyncrl_node.errors import ConfigError
+from asyncrl_node.learner.losses.user_code import blaming, check_advantages, check_loss
 
 if TYPE_CHECKING:
-    from asyncrl_node.learner.losses.base import Loss, Need
+    from asyncrl_node.learner.losses.base import Loss, LossInput, Need, TokenLoss
+    from asyncrl_node.learner.losses.settings import LossSettings
 
 
 class LossFacts(NamedTuple):
@@ -80,34 +81,45 @@ def absolute(spec: str) -> str:
 def load_loss(spec: str, key: str = "learner.loss") -> Loss:
     """Find a loss by name or as `path/to/file.py:function`.
 
+    A user's function comes with its guard: it raises RunFault and nothing else (user_code.py).
+
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
     if spec in LOSSES:
         module = importlib.import_module(f"{__package__}.{LOSSES[spec].module}")
         return cast("Loss", getattr(module, spec))
-    return cast("Loss", _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
+    function = _load_function(spec, key, sorted(LOSSES), ("tokens", "settings"))
+
+    @wraps(function)  # with what it says of itself
+    def guarded(tokens: LossInput, settings: LossSettings) -> TokenLoss:
+        with blaming(spec):
+            result = function(tokens, settings)
+        check_loss(spec, result, tokens)
+        return cast("TokenLoss", result)
+
+    return guarded
 
 
 def load_advantage(spec: str, key: str = "learner.advantage") -> GroupAdvantage:
     """Find an advantage by name or as `path/to/file.py:function`.
 
-    The function returned raises ValueError where a user's function does not return one finite
-    number per reward.
+    A user's function comes with its guard: it raises RunFault and nothing else (user_code.py).
 
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
     kinds = get_args(AdvantageKind)
     if spec in kinds:
         return partial(group_advantages, kind=cast(AdvantageKind, spec))
-    function = cast(GroupAdvantage, _load_function(spec, key, kinds, ("rewards",)))
+    function = _load_function(spec, key, kinds, ("rewards",))
 
-    def checked(rewards: Sequence[float]) -> list[float]:
-        advantages = list(map(float, function(rewards)))
-        if len(advantages) != len(rewards) or not all(map(isfinite, advantages)):
-            raise ValueError(f"{spec} returned {advantages} for {len(rewards)} rewards")
-        return advantages
+    def guarded(rewards: Sequence[float]) -> list[float]:
+        with blaming(spec):
+            result = function(rewards)
+            if isinstance(result, Iterator):  # a generator has not run yet
+                result = list(result)
+        return check_advantages(spec, result, len(rewards))
 
-    return checked
+    return guarded
 
 
 def _load_function(
