@@ -65,13 +65,17 @@ from asyncrl_node.learner.losses.base import (
     needs_of,
 )
 from asyncrl_node.learner.losses.off_policy import m2po_limit
-from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
+from asyncrl_node.learner.losses.registry import (
+    LOSSES,
+    load_advantage,
+    load_loss,
+)
 from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
-from asyncrl_node.learner.losses.settings import LossSettings
 from asyncrl_node.learner.losses.user_code import blaming
 from asyncrl_node.learner.parity import ParityGate
 from asyncrl_node.learner.reference import Model, Reference, score_pack
 from asyncrl_node.learner.step_sums import StepSums
+from asyncrl_node.loss_rules import effective, loss_settings
 from asyncrl_node.messages import WeightEntry
 
 OPTIMIZER_FORMAT = 1
@@ -121,6 +125,7 @@ class Trainer:
         """
         torch.manual_seed(seed)
         self._config = config
+        self._recipe = effective(config)
         self._model_dir = model_dir
         self._temperature = temperature
         self._device = torch.device(device)
@@ -143,12 +148,11 @@ class Trainer:
         self._version = 0
         self._token_loss = load_loss(config.loss)
         self._needs = needs_of(self._token_loss)
-        self._group_advantages = load_advantage(config.advantage)
-        self._settings = LossSettings(
-            **{name: getattr(config, name) for name in LossSettings.__dataclass_fields__}
-        )
+        self._group_advantages = load_advantage(self._recipe.advantage)
+        self._settings = loss_settings(config)
         regularised = config.entropy_coefficient != 0 or config.kl_coefficient != 0
-        self._always_backward = config.loss not in LOSSES or regularised
+        self._is_users_loss = self._recipe.loss not in LOSSES
+        self._always_backward = self._is_users_loss or regularised
         self._proximal: dict[int, Float32s] = {}
         self._limit: float | None = None
         self._sums = StepSums()
@@ -360,7 +364,7 @@ class Trainer:
             members = np.flatnonzero(signal == has_signal)
             lengths = rollouts.num_inputs[members].tolist()
             for places in pack_rollouts(lengths, self._config.micro_batch_tokens):
-                chosen, aggregation = members[list(places)], self._config.aggregation
+                chosen, aggregation = members[list(places)], self._recipe.aggregation
                 yield make_pack(rollouts, chosen, self._device, aggregation), has_signal
 
     def _advantages(self, group: TrajectoryGroup) -> Float32s:
@@ -392,8 +396,8 @@ class Trainer:
 
     def _backward_blame(self) -> AbstractContextManager[None]:
         """Name a user's loss where its gradient cannot be taken."""
-        loss = self._config.loss
-        return nullcontext() if loss in LOSSES else blaming(loss, "the backward pass of ")
+        what = "the backward pass of "
+        return blaming(self._config.loss, what) if self._is_users_loss else nullcontext()
 
     def _compare(
         self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
@@ -467,7 +471,7 @@ class Trainer:
     def _divisor(self) -> float:
         """What the accumulated gradient is divided by."""
         return divisor(
-            self._config.aggregation,
+            self._recipe.aggregation,
             self._pending_tokens,
             self._pending_rollouts,
             self._config.horizon,

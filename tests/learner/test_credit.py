@@ -146,7 +146,7 @@ def test_the_gradient_is_that_of_the_oracles_credit(model_dir, loss, credit):
             new.append(scores_of(trainer._model, tokens, places))
             index += [len(lengths)] * len(places)
             lengths.append(len(places))
-    advantages = [oracle(rollouts, config.advantage, credit, 0.5) for rollouts in RAGGED]
+    advantages = [oracle(rollouts, "mean_std", credit, 0.5) for rollouts in RAGGED]
     new, advantages = torch.cat(new), torch.tensor(np.concatenate(advantages), dtype=torch.float32)
     old = torch.tensor(np.concatenate([g.sampler_logprobs[g.loss_mask] for g in groups]))
     tokens = LossInput(

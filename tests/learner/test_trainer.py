@@ -149,7 +149,7 @@ class Oracle:
     def _add(self, model, group, config, temperature, versions):
         rewards = group.rewards.astype(float)
         advantages = rewards - rewards.mean()
-        if config.advantage == "mean_std":
+        if config.advantage in (None, "mean_std"):
             advantages = advantages / (rewards.std() + 1e-4)
         for rollout, advantage in enumerate(advantages):
             place = slice(*group.rollout_starts[rollout : rollout + 2])
@@ -161,7 +161,7 @@ class Oracle:
                 log_ratio = scores[tokens[token]] - float(group.sampler_logprobs[place][token])
                 gain = log_ratio.exp() * advantage
                 if config.loss == "ppo":
-                    bounds = (1 - config.clip_low, 1 + config.clip_high)
+                    bounds = (0.8, 1.2)
                     gain = torch.minimum(gain, log_ratio.exp().clamp(*bounds) * advantage)
                 self.loss = self.loss - gain
                 self.log_ratios.append(float(log_ratio.detach()))

@@ -187,7 +187,7 @@ def test_what_is_known_of_a_loss_is_said(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loss.py").write_text("def shy(tokens, settings):\n    return tokens\n")
     assert any(said in note for note in loss_notes(parsed(*flags)))
-    for silent in ("ppo", "gspo", "a3po", "m2po"):
+    for silent in ("ppo", "a3po", "m2po", "grpo", "dr_grpo"):
         assert loss_notes(parsed("--loss", silent)) == []
     synchronous = parsed(*flags, "--pipeline-depth", "0", "--num-substeps", "2")
     assert loss_notes(synchronous) == []
@@ -199,3 +199,31 @@ def test_an_estimator_that_only_adds_noise_is_said() -> None:
     (note,) = loss_notes(parsed(*flags, "--learner.kl-weighted", "false"))
     assert "its gradient is zero in the mean" in note
     assert loss_notes(parsed(*flags[2:], "--learner.kl-weighted", "false")) == []
+
+
+def test_where_a_loss_is_not_quite_its_papers_a_note_says_so() -> None:
+    (note,) = loss_notes(parsed("--loss", "gspo"))
+    assert "clips the ratio of a rollout at 0.2 and 0.2, its paper at 3e-4 and 4e-4" in note
+    tight = ("--learner.clip-low", "3e-4", "--learner.clip-high", "4e-4")
+    assert loss_notes(parsed("--loss", "gspo", *tight)) == []
+    (note,) = loss_notes(parsed("--loss", "dapo"))
+    assert "also filters groups of constant reward" in note
+    assert loss_notes(parsed("--loss", "dapo", "--pacing.filter-constant-rewards")) == []
+
+
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
+def test_a_recipe_trains_and_is_written_down_with_its_settings(tmp_path: Path, loss: str) -> None:
+    run_dir = tmp_path / "run"
+    done = launch(run_dir, "--loss", loss, "--steps", "2", *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
+    assert all(row["grad_norm"] > 0 for row in train_rows(run_dir))
+    learner = read_config(run_dir / "config.toml").learner
+    settings = (learner.loss, learner.clip_high, learner.aggregation, learner.advantage)
+    assert (
+        settings
+        == {
+            "dapo": ("dapo", 0.28, "token_mean", "mean_std"),
+            "dr_grpo": ("dr_grpo", 0.2, "constant", "mean"),
+        }[loss]
+    )
+    assert learner.horizon == 10

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
 from asyncrl_node.errors import ConfigError
+from asyncrl_node.learner.losses.settings import RECIPES, Recipe
 from asyncrl_node.learner.losses.user_code import blaming, check_advantages, check_loss
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class LossFacts(NamedTuple):
     down; None: nobody said."""
     needs: frozenset[Need] = frozenset()
     """As @needs has it."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """clip_low and clip_high where a run sets none. gspo's are not its paper's 3e-4 and 4e-4:
+    policy.py says why."""
 
 
 LOSSES = {
@@ -59,6 +63,14 @@ LOSSES = {
 """decoupled_ppo's trust region is around the proximal policy, not around the sampler."""
 
 
+def recipe_of(spec: str) -> Recipe:
+    """Say which function a name stands for, and with which settings where a run sets none."""
+    if spec in RECIPES:
+        return RECIPES[spec]
+    low, high = LOSSES[spec].clip if spec in LOSSES else LossFacts().clip
+    return Recipe(spec, clip_low=low, clip_high=high)
+
+
 def loss_facts(spec: str, key: str = "learner.loss") -> LossFacts:
     """Check a loss and say what is known of it; imports no torch unless the user's file does.
 
@@ -66,8 +78,8 @@ def loss_facts(spec: str, key: str = "learner.loss") -> LossFacts:
 
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
-    if spec in LOSSES:
-        return LOSSES[spec]
+    if recipe_of(spec).loss in LOSSES:
+        return LOSSES[recipe_of(spec).loss]
     loss = load_loss(spec, key)
     return LossFacts("", getattr(loss, "two_sided", None), getattr(loss, "needs", frozenset()))
 
@@ -85,10 +97,11 @@ def load_loss(spec: str, key: str = "learner.loss") -> Loss:
 
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
-    if spec in LOSSES:
-        module = importlib.import_module(f"{__package__}.{LOSSES[spec].module}")
-        return cast("Loss", getattr(module, spec))
-    function = _load_function(spec, key, sorted(LOSSES), ("tokens", "settings"))
+    name = recipe_of(spec).loss
+    if name in LOSSES:
+        module = importlib.import_module(f"{__package__}.{LOSSES[name].module}")
+        return cast("Loss", getattr(module, name))
+    function = _load_function(spec, key, sorted({*LOSSES, *RECIPES}), ("tokens", "settings"))
 
     @wraps(function)  # with what it says of itself
     def guarded(tokens: LossInput, settings: LossSettings) -> TokenLoss:
