@@ -33,6 +33,10 @@ class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """K: no token is trained more than K steps after its weights; `none` = no bound."""
     streaming: bool = False
     """Take the batch minibatch by minibatch, as groups complete, instead of whole."""
+    fixed_staleness: bool = False
+    """For experiments: the learner takes only when nothing is in flight, so every group is exactly
+    `pipeline_depth` steps stale, once the pipeline has filled (one that replaces a filtered group
+    is less). Slow: sampling and training take turns."""
     filter_constant_rewards: bool = False
     """Drop groups whose rewards are all equal before they are taken; their slot frees at once."""
 
@@ -168,6 +172,8 @@ class FakeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Extra seconds that loading weights takes on a sampler."""
     stale_after_version: int | None = None
     """Later versions never reach a sampler's model, though their bytes do; its first load does."""
+    decode_stale_after_version: int | None = None
+    """Later versions never reach what a sampler decodes with, though it scores by them."""
     raise_rate: float = 0.0
     """Share of rollout attempts that raise, drawn by seed."""
     raise_problems: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Every message between processes: its direction is the union it belongs to.
 
 sampler -> scheduler   SamplerMessage        scheduler -> sampler   SamplerOrder
-learner -> scheduler   LearnerMessage, Warned   scheduler -> learner   LearnerOrder
+learner -> scheduler   LearnerReport         scheduler -> learner   LearnerOrder
 launcher -> scheduler  LauncherMessage       scheduler -> launcher  LauncherReport
 sampler -> learner     WeightRequest         learner -> sampler     WeightNotice
 
@@ -327,6 +327,12 @@ class Warned(Message, frozen=True):
     text: str
 
 
+class Noted(Message, frozen=True):
+    """A line for the user's screen; nothing is wrong. From the learner."""
+
+    text: str
+
+
 class RestartSampler(Message, frozen=True):
     """Kill this sampler and start it anew."""
 
@@ -347,7 +353,8 @@ class RunEnded(Message, frozen=True):
     leftover: int
 
 
-LauncherReport = Status | Warned | RestartSampler | RunEnded
+LearnerReport = LearnerMessage | Warned | Noted
+LauncherReport = Status | Warned | Noted | RestartSampler | RunEnded
 
 # -- sampler <-> learner: the weight transaction -----------------------------------------------
 
@@ -409,7 +416,10 @@ class WeightsLoaded(Message, frozen=True):
     version: int
     weights_hash: int
     canary_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
-    """What the weights in use make of the canary; see core/probe.py."""
+    """What the weights in use make of the canary and of the tokens decoded after it, scored in one
+    pass; see core/probe.py."""
+    decoded_logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=64)] = ()
+    """The same tokens after the canary, as they were decoded."""
 
 
 class WritePattern(Message, frozen=True):
@@ -456,6 +466,8 @@ class LeaseGranted(Message, frozen=True):
     weights_hash: int
     canary: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
     """Tokens to score once the weights are in use; none: the probe is off."""
+    num_decoded: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    """Tokens to decode after the canary, and to score with it."""
 
 
 class TransportOffer(Message, frozen=True):

@@ -88,6 +88,7 @@ _AT_LEAST = {
     "fake.tokens_per_rollout": 1,
     "fake.weight_bytes": 1,
     "fake.stale_after_version": 0,
+    "fake.decode_stale_after_version": 0,
     "logging.num_logged_rollouts": 0,
 }
 _ABOVE_ZERO = (

@@ -40,6 +40,7 @@ from asyncrl_node.messages import (
     LauncherHello,
     LauncherMessage,
     LauncherReport,
+    Noted,
     RestartSampler,
     RunEnded,
     SamplerExited,
@@ -234,7 +235,7 @@ class Supervisor:
             case Status():
                 self._show(report)
                 self._look_for_strays(report)
-            case Warned():
+            case Warned() | Noted():
                 self._show(report)
             case _:
                 assert_never(report)
@@ -409,6 +410,8 @@ class _Screen:
             self._view.show_status(report)
         elif isinstance(report, Warned):
             self._view.warn(report.text)
+        elif isinstance(report, Noted):
+            self._view.note(report.text)
         elif isinstance(report, RestartSampler):
             self._view.warn(f"sampler {report.sampler} restarts, {report.name}: {report.story}")
         for row in self._rows.new_rows():

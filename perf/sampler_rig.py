@@ -33,7 +33,7 @@ from safetensors.numpy import load_file, save_file
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import encode_config
 from asyncrl_node.core.layout import layout_weights
-from asyncrl_node.core.probe import Probe, canary_tokens
+from asyncrl_node.core.probe import make_probe
 from asyncrl_node.core.publishing import (
     AtFault,
     PublishingCore,
@@ -134,16 +134,16 @@ class TimedCore(PublishingCore):
     """
 
     def __init__(self, manifest: WeightsManifest, config: Config, terms: TransportTerms) -> None:
-        tokens = canary_tokens(
-            _vocab_size(manifest), max_rollout_tokens(config, task_of(config)) - 1
-        )
+        most = max_rollout_tokens(config, task_of(config)) - 1
+        probe = make_probe(_vocab_size(manifest), most, math.inf)
+        assert probe is not None
         super().__init__(
             manifest,
             config.weights_overdue_s,
             terms=terms,
             copies_at_once=copies_at_once(config),
         )
-        self._canary = Probe(tokens, math.inf)
+        self._canary = probe
         self.seen: queue.SimpleQueue[tuple[PublishingEvent | AtFault, float]] = queue.SimpleQueue()
 
     def with_canary(self, wanted: bool) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """How long does a sampler stand still for new weights, and when do all samplers have them?
 
-    python perf/weights.py [--json] [--engines torch,vllm] [--samplers 1,4] [--gpus N]
+    python perf/weights.py [--json] [--engines torch,vllm] [--samplers 1,4] [--kv recompute,keep]
+                           [--repeats N] [--no-sampling] [--gpus N]
 
 100M random parameters in float32. The learner's side is this process (the real PublishingCore,
 Courier and buffer, without a trainer), the samplers are real processes of one thread each
@@ -24,9 +25,12 @@ with_canary_over_memcpy     The same with it, as in a run by default: a forward 
                             engine decodes nothing else meanwhile; to vLLM it is one more request.
 ..._over_parallel_memcpy    The same against as many processes as samplers, each copying the
                             buffer at once, until the last is done: what this memory allows.
-update_while_sampling_cpu_s Requests are running, one sampler. CPU seconds that one update adds to
-                            a fixed amount of sampling: copy, hash, canary, and the key-value
-                            cache of 16 requests computed anew.
+busy                        16 requests are running on every sampler, and two updates come one after
+                            the other, with the canary. cpu_s: CPU seconds that one update adds to a
+                            fixed amount of sampling, on one sampler: copy, hash, canary, and with
+                            `recompute` the key-value cache of the 16 computed anew. stall_s and
+                            publish_to_ack_s as above, while that goes on.
+recompute_cpu_s             The part of it that recomputing is: recompute less keep (--kv of vLLM).
 
 The two keys are of the embedded engine, the worse of the numbers of samplers. Bars: 1.5 and 6.
 """
@@ -43,6 +47,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -61,6 +66,7 @@ from asyncrl_node.engines.vllm_engine import CPU_INSTALL  # noqa: E402
 from perf.sampler_rig import (  # noqa: E402
     HUNDRED_MILLION,
     RANDOM_PROMPTS,
+    TINY,
     SamplerRig,
     Update,
     make_model,
@@ -73,6 +79,7 @@ GROUPS_PER_SAMPLER = 4
 UPDATES_WHILE_SAMPLING = 2
 
 EngineName = Literal["torch", "vllm"]
+KVKind = Literal["recompute", "keep"]
 
 
 class Options(NamedTuple):
@@ -87,11 +94,23 @@ class Options(NamedTuple):
     gpus: str = ""
 
 
+class Busy(NamedTuple):
+    """One update while requests are running; medians, in seconds."""
+
+    cpu_s: float
+    """Added to the sampling, on each sampler."""
+    stall_s: float
+    """The slowest sampler's."""
+    publish_to_ack_s: float
+    """The last sampler's."""
+
+
 class Run(NamedTuple):
     """One engine with one number of samplers; each list has one entry per publication, seconds."""
 
     engine: EngineName
     num_samplers: int
+    kv: KVKind
     num_bytes: int
     memcpy_s: list[float]
     """One copy into warm private memory."""
@@ -109,8 +128,8 @@ class Run(NamedTuple):
     """Publish to ack."""
     copy_s: list[float]
     """The slowest sampler's copy, from LoadStarted to Release as the learner reads them."""
-    update_while_sampling_cpu_s: float | None
-    """Of one sampler; not measured with more."""
+    busy: Busy | None
+    """None: not measured."""
 
     def ratios(self) -> dict[str, float]:
         """Compare; see the top of this file."""
@@ -199,10 +218,16 @@ def seconds(job: Callable[[], object]) -> float:
     return time.monotonic() - began_s
 
 
-def config_of(folder: Path, engine: EngineName, num_samplers: int, options: Options) -> Config:
+def config_of(
+    folder: Path,
+    engine: EngineName,
+    num_samplers: int,
+    options: Options,
+    kv: KVKind = "recompute",
+) -> Config:
     """Configure the samplers."""
     return Config(
-        run_dir=str(folder / f"run-{engine}-{num_samplers}"),
+        run_dir=str(folder / f"run-{engine}-{num_samplers}-{kv}"),
         task=RANDOM_PROMPTS,
         model=str(folder / "model"),
         engine=engine,
@@ -211,46 +236,69 @@ def config_of(folder: Path, engine: EngineName, num_samplers: int, options: Opti
         eval_problems=0,
         pacing=PacingConfig(groups_per_batch=GROUPS_PER_SAMPLER, group_size=GROUP_SIZE),
         sampling=SamplingConfig(
-            max_new_tokens=options.num_new, max_concurrent_rollouts=GROUP_SIZE * GROUPS_PER_SAMPLER
+            max_new_tokens=options.num_new,
+            max_concurrent_rollouts=GROUP_SIZE * GROUPS_PER_SAMPLER,
+            kv_after_update=kv,
         ),
     )
 
 
-def sampling_cpu_s(rig: SamplerRig, first: int, num_updates: int) -> float:
-    """CPU seconds of a fixed amount of sampling, with so many updates one after another in it."""
+def sampling_cpu_s(
+    rig: SamplerRig, num_samplers: int, first: int, num_updates: int
+) -> tuple[float, dict[int, list[Update]]]:
+    """CPU seconds of a fixed amount of sampling, with so many updates one after another in it.
+
+    Also the updates, by version. Raises: RuntimeError if the sampling was over before they were.
+    """
     began_s = rig.cpu_s()
-    keys = rig.admit(range(first, first + GROUPS_PER_SAMPLER))
+    keys = rig.admit(range(first, first + GROUPS_PER_SAMPLER * num_samplers))
+    updates = {}
     for _ in range(num_updates):
-        rig.publish()
+        seen = rig.publish()
+        updates[rig.version] = seen
     if rig.is_answered():
         raise RuntimeError("the sampling ended before the updates did; sample more tokens")
     rig.collect(keys)
-    return rig.cpu_s() - began_s
+    return rig.cpu_s() - began_s, updates
 
 
-def update_while_sampling_cpu_s(rig: SamplerRig, repeats: int) -> float:
+def measure_busy(rig: SamplerRig, num_samplers: int, repeats: int) -> Busy:
     """Compare sampling with and without updates, in turns."""
-    sampling_cpu_s(rig, 0, 0)  # the first of all warms up
-    added = []
+    sampling_cpu_s(rig, num_samplers, 0, 0)  # the first of all warms up
+    added: list[float] = []
+    updates: dict[int, list[Update]] = {}
     for turn in range(1, repeats + 1):
-        first = turn * GROUPS_PER_SAMPLER
-        plain_s = sampling_cpu_s(rig, first, 0)
-        with_s = sampling_cpu_s(rig, first, UPDATES_WHILE_SAMPLING)
-        added.append((with_s - plain_s) / UPDATES_WHILE_SAMPLING)
-    return statistics.median(added)
+        first = turn * GROUPS_PER_SAMPLER * num_samplers
+        plain_s, _ = sampling_cpu_s(rig, num_samplers, first, 0)
+        with_s, seen = sampling_cpu_s(rig, num_samplers, first, UPDATES_WHILE_SAMPLING)
+        added.append((with_s - plain_s) / UPDATES_WHILE_SAMPLING / num_samplers)
+        updates |= seen
+    stalls = rig.stalls_s()
+    return Busy(
+        cpu_s=statistics.median(added),
+        stall_s=statistics.median(max(stalls[version]) for version in updates),
+        publish_to_ack_s=statistics.median(
+            max(u.acknowledged_s - u.announced_s for u in each) for each in updates.values()
+        ),
+    )
 
 
 def measure(
-    folder: Path, model: ModelConfig, engine: EngineName, num_samplers: int, options: Options
+    folder: Path,
+    model: ModelConfig,
+    engine: EngineName,
+    num_samplers: int,
+    options: Options,
+    kv: KVKind = "recompute",
 ) -> Run:
     """Publish version after version to `num_samplers` samplers; `folder`/model holds the model."""
     manifest, flat = read_flat(folder / "model", model)
-    config = config_of(folder, engine, num_samplers, options)
+    config = config_of(folder, engine, num_samplers, options, kv)
     updates: list[list[Update]] = []
     memcpy_s: list[float] = []
     cold_s: list[float] = []
     parallel_s: list[float] = []
-    added_s: float | None = None
+    busy: Busy | None = None
     with SamplerRig(config, manifest, flat) as rig:
         rig.start()
         source = map_file(rig.buffer_path)
@@ -264,11 +312,12 @@ def measure(
         counted = range(rig.version - options.repeats + 1, rig.version + 1)
         probed = [rig.publish(canary=True) for _ in range(options.repeats // 3 + 1)]
         stalls, canaries = rig.stalls_s(), rig.canaries_s()
-        if options.sampling and num_samplers == 1:
-            added_s = update_while_sampling_cpu_s(rig, 3)
+        if options.sampling:
+            busy = measure_busy(rig, num_samplers, 3)
     return Run(
         engine=engine,
         num_samplers=num_samplers,
+        kv=kv,
         num_bytes=manifest.num_bytes,
         memcpy_s=memcpy_s,
         cold_memcpy_s=cold_s,
@@ -279,7 +328,7 @@ def measure(
         with_canary_s=[max(u.acknowledged_s - u.announced_s for u in each) for each in probed],
         lease_s=[max(u.started_s - u.announced_s for u in each) for each in updates],
         copy_s=[max(u.released_s - u.started_s for u in each) for each in updates],
-        update_while_sampling_cpu_s=added_s,
+        busy=busy,
     )
 
 
@@ -290,6 +339,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
             key: statistics.median(v) if isinstance(v, list) else v
             for key, v in run._asdict().items()
         }
+        | {"busy": None if run.busy is None else run.busy._asdict()}
         | run.ratios()
         for run in runs
     ]
@@ -298,27 +348,40 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         f"{best}{key}_over_memcpy" for best in ("", "best_") for key in ("stall", "publish_to_ack")
     ]
     worst = {key: max(ratios[key] for ratios in embedded) for key in keys} if embedded else {}
-    return worst | {"runs": rows}
+    return worst | {"recompute_cpu_s": recompute_cpu_s(runs), "runs": rows}
+
+
+def recompute_cpu_s(runs: list[Run]) -> dict[str, float]:
+    """What recomputing the cache is of an update while vLLM samples, by number of samplers."""
+    busy = {(run.num_samplers, run.kv): run.busy for run in runs if run.engine == "vllm"}
+    found = {}
+    for count in sorted({count for count, _ in busy}):
+        recomputed, kept = busy.get((count, "recompute")), busy.get((count, "keep"))
+        if recomputed is not None and kept is not None:
+            found[str(count)] = recomputed.cpu_s - kept.cpu_s
+    return found
 
 
 def print_table(runs: list[Run]) -> None:
     """Print one row per engine and number of samplers."""
-    table = Table("engine", "samplers", "memcpy (cold)", "at once", "stall", "publish to ack")
+    table = Table(
+        "engine", "samplers", "cache", "memcpy (cold)", "at once", "stall", "publish to ack"
+    )
     for column in (
         "of it lease, copy",
         "canary, ack with it",
         "best: stall, ack",
         "bars",
-        "update while sampling",
+        "busy: CPU, stall, ack",
     ):
         table.add_column(column)
     for run in runs:
-        ratios, added_s = run.ratios(), run.update_while_sampling_cpu_s
-        per_memcpy = 0.0 if added_s is None else added_s / statistics.median(run.memcpy_s)
+        ratios = run.ratios()
         bars = "met" if run.meets_bars() else "MISSED"
         table.add_row(
             run.engine,
             str(run.num_samplers),
+            run.kv,
             f"{_ms(run.memcpy_s)} ({_ms(run.cold_memcpy_s)})",
             _ms(run.parallel_memcpy_s),
             f"{_ms(run.stall_s)} = {ratios['stall_over_memcpy']:.2f}x",
@@ -328,7 +391,7 @@ def print_table(runs: list[Run]) -> None:
             f"{ratios['best_stall_over_memcpy']:.2f}x, "
             f"{ratios['best_publish_to_ack_over_memcpy']:.2f}x",
             bars if run.engine == "torch" else "-",
-            "-" if added_s is None else f"{_ms([added_s])} CPU = {per_memcpy:.1f}x",
+            "-" if run.busy is None else ", ".join(_ms([each]) for each in run.busy),
         )
     console = Console(width=180)
     console.print(table)
@@ -336,6 +399,10 @@ def print_table(runs: list[Run]) -> None:
         f"{runs[0].num_bytes / 1e6:.0f} MB of weights; x: of one memcpy into warm memory. Bars of "
         f"the embedded engine: stall {STALL_BAR:g}x, publish to ack {ACK_BAR:g}x"
     )
+    for count, spent_s in recompute_cpu_s(runs).items():
+        console.print(
+            f"vllm, {count} samplers: recomputing is {spent_s:.2f} CPU-s of a busy update"
+        )
 
 
 def _ms(times_s: list[float]) -> str:
@@ -350,25 +417,34 @@ def main() -> None:
     parser.add_argument("--gpus", default="", help="as launch.py; a sampler on each. Has not run")
     parser.add_argument("--repeats", type=int, default=20, help="publications")
     parser.add_argument(
+        "--kv", default="recompute,keep", help="what becomes of the cache; keep is vLLM's alone"
+    )
+    parser.add_argument(
         "--sampling", action=argparse.BooleanOptionalAction, default=True, help="updates in it too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the demo's shape: to see that it works"
+    )
     parser.add_argument("--copier", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.copier:
         run_copier(arguments.copier)
         return
-    options = Options(arguments.repeats, arguments.sampling, gpus=arguments.gpus)
+    model = TINY if arguments.tiny else HUNDRED_MILLION
+    num_new = 1200 if arguments.tiny else 80  # the sampling must outlast the updates
+    options = Options(arguments.repeats, arguments.sampling, num_new, arguments.gpus)
     samplers = arguments.gpus or arguments.samplers
     runs: list[Run] = []
     for engine in arguments.engines.split(","):
         if engine == "vllm" and importlib.util.find_spec("vllm") is None:
             print(f"SKIP vllm: it is not installed: {CPU_INSTALL}")
             continue
-        for count in map(int, samplers.split(",")):
+        kinds = arguments.kv.split(",") if engine == "vllm" else ["recompute"]
+        for count, kv in product(map(int, samplers.split(",")), kinds):
             with tempfile.TemporaryDirectory() as folder:
-                make_model(Path(folder) / "model", HUNDRED_MILLION)
-                runs.append(measure(Path(folder), HUNDRED_MILLION, engine, count, options))
+                make_model(Path(folder) / "model", model)
+                runs.append(measure(Path(folder), model, engine, count, options, kv))
     if runs:
         print_table(runs)
     if arguments.json:

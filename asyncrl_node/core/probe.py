@@ -1,18 +1,20 @@
-"""The canary: a few fixed tokens that learner and sampler score after every load. Pure.
+"""The canary: a few fixed tokens that a sampler scores and decodes on after every load. Pure.
 
 A hash proves that the bytes arrived; it does not prove that the model computes with them. A tied
 head with a stale packed copy or a fused matrix that was not renewed: the copy is right and the
 answers are those of old weights (cases.md, case 16). So after each load the sampler scores the
 canary, and its answers must be
 
-    near    those of the learner under the same version, within the limit, and
-    moved   since the version it had before, if the learner's own have
+    near    those of the learner under the same version, within the limit,
+    moved   since the version it had before, if the learner's own have, and
+    alike   where it decodes and where it scores, within the limit
 
 The second rule needs no limit, so it also holds where rounding makes a wide one necessary.
 
-Scoring is one forward pass over a prompt. What is wrong with decoding alone (a graph captured over
-other memory) it does not see; the parity gate does, at the next update that trains tokens of the
-weights in use (learner/parity.py).
+Scoring is one forward pass over a prompt; decoding may go by other graphs, caches and packed copies
+(a graph captured over old memory answers by old weights for ever, while the prefill is right). So
+the sampler decodes some tokens after the canary and scores these too. The learner cannot know which
+ones it will draw; it need not, for what it scores is held against the learner by the first rule.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from typing import NamedTuple
 
 CANARY_TOKENS = 8
 """Each one reaches every layer; few, because a sampler acknowledges only after scoring them."""
+
+DECODED_TOKENS = 2
+"""The first comes from the prompt's own pass, so one more is the least that shows decoding."""
 
 _GOLDEN = 0x9E3779B1
 """2**32 divided by the golden ratio: its multiples spread evenly, however many are taken."""
@@ -35,6 +40,8 @@ class Probe(NamedTuple):
     """Each but the first is scored, given those before it."""
     limit: float
     """Largest difference of sampler and learner log-probability."""
+    num_decoded: int = 0
+    """Tokens decoded after them; 0 where none fits."""
 
 
 class Answer(NamedTuple):
@@ -43,17 +50,21 @@ class Answer(NamedTuple):
     version: int
     learner: tuple[float, ...]
     sampler: tuple[float, ...]
+    """The canary's own tokens, then those decoded after it, scored in one pass."""
+    decoded: tuple[float, ...] = ()
+    """The latter as they were decoded."""
 
 
-def canary_tokens(vocab_size: int, max_tokens: int) -> tuple[int, ...]:
+def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe | None:
     """Make the canary of a model: ids spread over its vocabulary, the same in every run.
 
-    max_tokens  what a sampler can take as a prompt; fewer than 2 leave nothing to score: ()
+    max_tokens  what a sampler can take as a prompt; fewer than 2 leave nothing to score: None
     """
-    count = min(CANARY_TOKENS, max_tokens)
-    if count < 2:
-        return ()
-    return tuple((i * _GOLDEN % 2**32) * vocab_size >> 32 for i in range(1, count + 1))
+    if max_tokens < 2:
+        return None
+    count = min(CANARY_TOKENS, max(2, max_tokens - DECODED_TOKENS))
+    tokens = tuple((i * _GOLDEN % 2**32) * vocab_size >> 32 for i in range(1, count + 1))
+    return Probe(tokens, limit, min(DECODED_TOKENS, max_tokens - count))
 
 
 def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | None:
@@ -61,14 +72,19 @@ def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | Non
 
     before  the load before this one, of the same sampler process
     """
-    wanted = len(answer.learner)
-    if len(answer.sampler) != wanted:
-        return f"it scored {len(answer.sampler)} tokens of the canary instead of {wanted}"
-    far = _find_far(probe, answer, before)
+    wanted, num_decoded = len(answer.learner), len(answer.decoded)
+    if num_decoded != probe.num_decoded:
+        return f"it decoded {num_decoded} tokens after the canary instead of {probe.num_decoded}"
+    if len(answer.sampler) != wanted + num_decoded:
+        return (
+            f"it scored {len(answer.sampler)} tokens of the canary instead of "
+            f"{wanted + num_decoded}"
+        )
+    far = _find_far(probe, answer, before) or _find_unlike(probe, answer)
     if far is not None or before is None:
         return far
     moved = sum(a != b for a, b in zip(answer.learner, before.learner, strict=True))
-    if 2 * moved > wanted and answer.sampler == before.sampler:
+    if 2 * moved > wanted and answer.sampler[:wanted] == before.sampler[:wanted]:
         return (
             f"its scores of the canary are bit for bit those it gave under version "
             f"{before.version}, while {moved} of the learner's {wanted} have moved"
@@ -77,7 +93,7 @@ def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | Non
 
 
 def _find_far(probe: Probe, answer: Answer, before: Answer | None) -> str | None:
-    gaps = _gaps(answer.sampler, answer.learner)
+    gaps = _gaps(answer.sampler[: len(answer.learner)], answer.learner)
     highest = max(gaps)
     if highest <= probe.limit:
         return None
@@ -88,9 +104,22 @@ def _find_far(probe: Probe, answer: Answer, before: Answer | None) -> str | None
         f"token {probe.tokens[place + 1]} at place {place + 1}: sampler "
         f"{answer.sampler[place]:.6f}, learner {answer.learner[place]:.6f}"
     )
-    if before is not None and max(_gaps(answer.sampler, before.learner)) <= probe.limit:
+    if before is None:
+        return story
+    if max(_gaps(answer.sampler[: len(before.learner)], before.learner)) <= probe.limit:
         story += f"; they are those of version {before.version}"
     return story
+
+
+def _find_unlike(probe: Probe, answer: Answer) -> str | None:
+    gaps = _gaps(answer.decoded, answer.sampler[len(answer.learner) :])
+    if max(gaps, default=0.0) <= probe.limit:
+        return None
+    return (
+        f"it decodes otherwise than it scores: {len(gaps)} tokens that it decoded after the canary "
+        f"differ by {', '.join(f'{gap:.2e}' for gap in gaps)} from its own scores of them, where "
+        f"the limit is {probe.limit:g}"
+    )
 
 
 def _gaps(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -260,7 +260,12 @@ class PublishingCore:
             )
             self._blame(loaded.sampler, "wrong_weights", story)
             return
-        answer = Answer(loaded.version, written.canary_logprobs, loaded.canary_logprobs)
+        answer = Answer(
+            loaded.version,
+            written.canary_logprobs,
+            loaded.canary_logprobs,
+            loaded.decoded_logprobs,
+        )
         stale = self.probe and find_stale(self.probe, answer, reader.answered)
         if stale:
             story = (
@@ -302,8 +307,8 @@ class PublishingCore:
                 reader.granted = reader.loading = self.published
                 reader.loading_since_s = None
                 weights_hash = self._written[self.published].weights_hash
-                canary = self.probe.tokens if self.probe else ()
-                grant = LeaseGranted(self.published, weights_hash, canary)
+                canary, _, num_decoded = self.probe or Probe((), 0.0)
+                grant = LeaseGranted(self.published, weights_hash, canary, num_decoded)
                 self._out.append(ToSampler(sampler, grant))
 
     def _has_turn(self, now_s: float) -> bool:

@@ -119,11 +119,12 @@ class CopyDone(NamedTuple):
 
 
 class LoadDone(NamedTuple):
-    """The weights are in use, their copy is hashed and the canary scored."""
+    """The weights are in use, their copy is hashed, the canary decoded on and scored."""
 
     version: int
     weights_hash: int
     canary_logprobs: tuple[float, ...] = ()
+    decoded_logprobs: tuple[float, ...] = ()
 
 
 SamplerEvent = (
@@ -153,10 +154,11 @@ class ToLearner(NamedTuple):
 
 
 class LoadWeights(NamedTuple):
-    """Copy the buffer, answer CopyDone; then hash the copy, score the canary, answer LoadDone."""
+    """Copy the buffer, answer CopyDone; then hash the copy, try the canary, answer LoadDone."""
 
     version: int
     canary: tuple[int, ...] = ()
+    num_decoded: int = 0
 
 
 class AskForWork(NamedTuple):
@@ -327,7 +329,7 @@ class SamplerCore:
             settings = self.settings
             started = LoadStarted(settings.sampler, settings.incarnation, granted.version)
             self._out.append(ToLearner(started))
-            self._out.append(LoadWeights(granted.version, granted.canary))
+            self._out.append(LoadWeights(granted.version, granted.canary, granted.num_decoded))
 
     def _on_copy_done(self, copied: CopyDone) -> None:
         settings = self.settings
@@ -346,6 +348,7 @@ class SamplerCore:
             loaded.version,
             loaded.weights_hash,
             loaded.canary_logprobs,
+            loaded.decoded_logprobs,
         )
         self._out.append(ToLearner(acknowledge))
 
@@ -420,15 +423,21 @@ class SamplerCore:
 
     def _on_cancel(self, key: GroupKey) -> None:
         self._queue = deque(a for a in self._queue if a.key != key)
-        if key in self._held_groups():
-            self._held = [held for held in self._held if _held_key(held[1]) != key]
-            self._out.append(AbandonGroup(key))
+        is_known = self._forget_held(key)
         group = self._groups.get(key.group_id)
-        if group is None or group.admit.key != key:
-            return
-        del self._groups[key.group_id]
-        self._running = {k: o for k, o in self._running.items() if not _belongs(k, key)}
-        self._out.append(AbandonGroup(key))
+        if group is not None and group.admit.key == key:
+            is_known = True
+            del self._groups[key.group_id]
+            self._running = {k: o for k, o in self._running.items() if not _belongs(k, key)}
+        if is_known:
+            self._out.append(AbandonGroup(key))
+
+    def _forget_held(self, key: GroupKey) -> bool:
+        """Drop what waits for acceptance of this group; say whether anything did."""
+        kept = [held for held in self._held if _held_key(held[1]) != key]
+        dropped = len(kept) < len(self._held)
+        self._held = kept
+        return dropped
 
     def _held_groups(self) -> list[GroupKey]:
         keys = (_held_key(result) for _, result in self._held)
@@ -443,12 +452,16 @@ class SamplerCore:
         return group
 
     def _on_first_token(self, first: FirstToken) -> None:
-        """Report the first token of a group; later rollouts can only be newer."""
+        """Report the first token of a group; later rollouts can only be newer.
+
+        Like all else it waits for the acceptance: no due step moves by a version that may yet turn
+        out never to have been in use.
+        """
         group = self._group_of(first.key)
         if group is None or group.started:
             return
         group.started = True
-        self._out.append(ToScheduler(GroupStarted(group.admit.key, first.version)))
+        self._hand_over(first.version, ToScheduler(GroupStarted(group.admit.key, first.version)))
 
     def _on_rollout_done(self, done: RolloutDone) -> None:
         order = self._running.pop(done.key, None)
@@ -506,12 +519,15 @@ class SamplerCore:
             self._hand_over(group.version_max, write)
             return
         kind, reason = group.last_error
+        self._forget_held(admit.key)
         self._out.append(AbandonGroup(admit.key))
         self._out.append(ToScheduler(GroupFailed(admit.key, kind, reason)))
 
 
 def _held_key(result: WriteGroup | ToScheduler) -> GroupKey | None:
-    return result.key if isinstance(result, WriteGroup) else None
+    if isinstance(result, WriteGroup):
+        return result.key
+    return result.message.key if isinstance(result.message, GroupStarted) else None
 
 
 def _belongs(rollout: RolloutKey, group: GroupKey) -> bool:

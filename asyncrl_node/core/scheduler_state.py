@@ -17,6 +17,8 @@ class SchedulerSettings(NamedTuple):
     seed: int = 0
     start_version: int = 0
     filter_constant_rewards: bool = False
+    fixed_staleness: bool = False
+    """Take only when every admitted group has ended; PacingConfig says why."""
     eval_problems: int = 0
     warn_every_s: float = 120.0
     rollout_timeout_s: float = 3600.0

@@ -433,6 +433,9 @@ class SchedulerCore:
         if self._draining:
             self._answer_draining(pending)
             return
+        if self.settings.fixed_staleness and self.pacing.num_in_flight:
+            pending.account(False, now_s)
+            return
         answer = self.pacing.take(pending.take.num_groups)
         match answer:
             case Wait():
@@ -599,6 +602,8 @@ class SchedulerCore:
         wanted = pending.take.num_groups
         if pending.held_since_s is not None:
             return f"waiting for stragglers: {self._stragglers(3)}"
+        if self.settings.fixed_staleness:
+            wanted = self.pacing.num_outstanding
         return f"waiting for fill: {self.pacing.num_completed} of {wanted} groups"
 
     def _stragglers(self, count: int) -> str:

@@ -1,6 +1,6 @@
 """The protocols that every sampling engine speaks: token ids in; ids, logprobs, versions out.
 
-    Engine                      generate, abort, score; every engine
+    Engine                      generate, abort, score, decode; every engine
     and one of
     InProcessLoader             the sampler hands over the learner's buffer: torch, fake
     OwnProcessLoader            the engine's own process maps and copies it: vllm
@@ -28,7 +28,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """One generation: sample from `prompt_tokens` until a stop token or `max_new_tokens`."""
 
     request_id: int
-    """Unique among the requests in flight on this engine."""
+    """At least 0, and unique among the requests in flight on this engine."""
     prompt_tokens: list[int]
     """At least one token."""
     max_new_tokens: int
@@ -53,6 +53,13 @@ class Completion(msgspec.Struct, frozen=True):
     kv_version: int | None = None
     """The oldest weights whose keys and values a token here may depend on, beside those that
     sampled it. None: those alone, because the cache is recomputed at every update."""
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """Sampled by `Engine.decode`: tokens, and the log-probability of each at temperature 1."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class Engine(Protocol):
@@ -86,6 +93,15 @@ class Engine(Protocol):
         By the weights in use, through the network that samples, while generations run: they are
         not disturbed, and nothing that is cached is read. At least 2 tokens, and one fewer than
         the context; no weights may be loaded meanwhile.
+        """
+        ...
+
+    async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
+        """Sample `num_tokens` after a prompt, at temperature 1, as `generate` does.
+
+        On a row of its own, ahead of everything that waits, and nothing that is cached is read.
+        All but the first token come from decode steps, by whatever graphs, caches and packed
+        copies these use. One call at a time; no weights may be loaded meanwhile.
         """
         ...
 

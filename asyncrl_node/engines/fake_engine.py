@@ -2,7 +2,8 @@
 
 It imports no torch. Its weights are real bytes in the real buffer: every byte of a version is that
 version modulo 256, so a copy that mixes two versions is caught at once. What it samples and scores
-follows the weights that it computes with; `fake.stale_after_version` lets these stay behind.
+follows the weights that it computes with; `fake.stale_after_version` lets these stay behind, and
+`fake.decode_stale_after_version` those that it decodes with.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from asyncrl_node.config import FakeConfig
 from asyncrl_node.engines.base import (
     Completion,
+    Decoded,
     Engine,
     FinishReason,
     GenerateRequest,
@@ -65,6 +67,8 @@ class FakeEngine(Engine, InProcessLoader):
         self._weights = bytearray(config.weight_bytes)
         self._computes_with = -1
         """The version that answers come from; another one than it says, if scripted so."""
+        self._decodes_with = -1
+        """The version that decoded answers come from, likewise."""
         self._loaded = asyncio.Event()
         self._aborts: dict[int, asyncio.Event] = {}
 
@@ -99,6 +103,13 @@ class FakeEngine(Engine, InProcessLoader):
         assert self._versions, "scored before the first weights"
         return scripted_logprobs(self._computes_with, tokens)
 
+    async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
+        """Decode as the weights do that it decodes with: other ones, if scripted so."""
+        assert self._versions, "decoded before the first weights"
+        tokens = [(prompt_tokens[-1] + i) % 256 for i in range(num_tokens)]
+        scored = scripted_logprobs(self._decodes_with, [*prompt_tokens, *tokens])
+        return Decoded(tokens, scored[-num_tokens:])
+
     def abort(self, request_id: int) -> None:
         """End a generation early."""
         event = self._aborts.get(request_id)
@@ -119,6 +130,9 @@ class FakeEngine(Engine, InProcessLoader):
         newest = self._config.stale_after_version
         if not self._versions or newest is None or version <= newest:
             self._computes_with = version
+        newest = self._config.decode_stale_after_version
+        if not self._versions or newest is None or version <= newest:
+            self._decodes_with = self._computes_with
         self._load_times_s.append(time.monotonic())
         self._versions.append(version)
         self._loaded.set()

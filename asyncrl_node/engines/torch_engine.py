@@ -36,6 +36,7 @@ from torch import Tensor
 
 from asyncrl_node.engines.base import (
     Completion,
+    Decoded,
     Engine,
     FinishReason,
     GenerateRequest,
@@ -55,6 +56,10 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 OnDone = Callable[[Completion], None]
 OnFirstToken = Callable[[int], None]
+
+
+_DECODE_ID = -1
+"""The request of `decode`; no other one has a negative id."""
 
 
 class _Sequence:
@@ -378,8 +383,9 @@ class TorchEngine(Engine, InProcessLoader):
         self._max_rows, self._max_context = max_rows, max_context
         self._model = TorchModel(self._config, device, dtype)
         self._rope = Rope.of_positions(self._config, max_context, device, dtype)
-        self._cache = KVCache(self._config, max_rows, max_context, device, dtype)
-        self._rows = _Rows(max_rows, max_context, device)
+        num_rows = max_rows + 1  # the last one for `decode`
+        self._cache = KVCache(self._config, num_rows, max_context, device, dtype)
+        self._rows = _Rows(num_rows, max_context, device)
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._in_flight: dict[int, _Sequence] = {}
@@ -434,7 +440,10 @@ class TorchEngine(Engine, InProcessLoader):
             on_done(sequence.completion("abort"))
             return
         self._in_flight[request.request_id] = sequence
-        self._waiting.append(sequence)
+        if request.request_id == _DECODE_ID:
+            self._waiting.appendleft(sequence)
+        else:
+            self._waiting.append(sequence)
         self._wake.set()
 
     def abort(self, request_id: int) -> None:
@@ -511,6 +520,13 @@ class TorchEngine(Engine, InProcessLoader):
         assert self._policy_version >= 0, "scored before the first weights"
         return self._score(torch.tensor(tokens, device=self._device))
 
+    async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
+        """See `Engine.decode`: one request more, first in the queue."""
+        assert self._policy_version >= 0, "decoded before the first weights"
+        request = GenerateRequest(_DECODE_ID, list(prompt_tokens), num_tokens, 1.0, seed=0)
+        completion = await self.generate(request)
+        return Decoded(completion.tokens, completion.logprobs)
+
     def close(self) -> None:
         """Free cache and weights; everything in flight ends as aborted, and so do late requests."""
         self._closed = True
@@ -523,7 +539,7 @@ class TorchEngine(Engine, InProcessLoader):
     def validate(self) -> None:
         """Assert the class's invariant, as far as the host can see it; holds between steps."""
         everyone = [*self._running, *self._waiting]
-        assert len(self._running) <= self._max_rows
+        assert len(self._running) <= self._num_rows()
         assert len(everyone) == len(self._in_flight)
         assert set(map(id, everyone)) == set(map(id, self._in_flight.values()))
         for row, sequence in enumerate(self._running):
@@ -563,7 +579,7 @@ class TorchEngine(Engine, InProcessLoader):
     def _admit(self) -> _Wave:
         """Give free rows to waiting sequences, first come, first served."""
         wave = _Wave()
-        num_free = self._max_rows - len(self._running)
+        num_free = self._num_rows() - len(self._running)
         while self._waiting and len(wave.sequences) < num_free and wave.admit(self._waiting[0]):
             sequence = self._waiting.popleft()
             sequence.versions.append((len(sequence.logprobs), self._policy_version))
@@ -571,6 +587,10 @@ class TorchEngine(Engine, InProcessLoader):
             self._rows.admit(len(self._running), wave.sequences)
             self._running += wave.sequences
         return wave
+
+    def _num_rows(self) -> int:
+        """Rows that may be in use; `decode` brings its own."""
+        return self._max_rows + (_DECODE_ID in self._in_flight)
 
     def _forward(self, wave: _Wave) -> Tensor:
         """Run all rows, those of `wave` from their prompts; return logits [n, vocabulary]."""

@@ -8,8 +8,8 @@ The scheduler of vLLM is paused around a swap: running requests keep their place
 `kv_after_update="recompute"` they lose their key-value cache and start over from the tokens they
 have, so no token depends on two versions. vLLM stamps every token with the version in use.
 
-One row more than `max_rows` belongs to `score`, ahead of everything that waits: a sampler whose
-rows are all taken for an hour still proves its weights at once.
+One row more than `max_rows` belongs to `score` and `decode`, ahead of everything that waits: a
+sampler whose rows are all taken for an hour still proves its weights at once.
 
 Waits: a request waits for weights, ended by `use_weights`, and for a row, ended by a request that
 ends; then for vLLM, ended by its last token; all of it also by `abort` or `close`. What makes the
@@ -25,6 +25,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,6 +37,7 @@ import msgspec
 
 from asyncrl_node.engines.base import (
     Completion,
+    Decoded,
     Engine,
     FinishReason,
     FlatHandle,
@@ -69,6 +71,8 @@ _ABORT_AGAIN_S = 0.02
 _END_WITHIN_S = 1.0
 """Then vLLM's process is killed; it holds nothing that anyone needs."""
 
+ONEDNN_CACHE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+
 OnFirstToken = Callable[[int], None]
 
 
@@ -101,6 +105,8 @@ def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> di
     core         the CPU core of the engine's one thread; -1 leaves it to the kernel
     sockets_dir  where vLLM puts its sockets and the file by which its workers meet, so that the
                  sweep of the run finds them
+
+    A value of the user's own stands where it only decides between speed and memory or exactness.
     """
     common = {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -110,8 +116,12 @@ def vllm_environment(cpu: bool, core: int, sockets_dir: str | None = None) -> di
     if sockets_dir is not None:
         common[SOCKETS_VARIABLE] = sockets_dir
     if not cpu:
-        return common
+        # vLLM's float32 attention is Triton's, which would round to TF32: the learner does not.
+        return common | {"TRITON_F32_DEFAULT": os.environ.get("TRITON_F32_DEFAULT", "ieee")}
     return common | {
+        # It keeps a compiled multiplication for each number of rows it ever met, 1,024 by default:
+        # 0.4 GB, which saves at most a tenth of the time of a tiny model and nothing of a larger.
+        ONEDNN_CACHE: os.environ.get(ONEDNN_CACHE, "16"),
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",  # compiling C++ would cost the first token 10 s
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine's process
@@ -160,7 +170,7 @@ class VllmEngine(Engine, OwnProcessLoader):
         self._failed = asyncio.Event()
         self._in_flight: dict[int, _Flight] = {}
         self._num_submitted = 0
-        self._num_scored = 0
+        self._num_probes = 0
         self._generations: set[asyncio.Future[Completion]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -221,31 +231,44 @@ class VllmEngine(Engine, OwnProcessLoader):
 
         A prompt that is scored is computed anew, whatever is cached, and goes before what waits.
         """
+        scored = (await self._probe(tokens, 1, prompt_logprobs=0)).prompt_logprobs
+        return [entry[token].logprob for entry, token in zip(scored[1:], tokens[1:], strict=True)]
+
+    async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
+        """See `Engine.decode`: through vLLM's own scheduler, on the row that `score` has too."""
+        sampled = (await self._probe(prompt_tokens, num_tokens)).outputs[0]
+        entries = zip(sampled.logprobs, sampled.token_ids, strict=True)
+        return Decoded(list(sampled.token_ids), [entry[token].logprob for entry, token in entries])
+
+    async def _probe(
+        self, tokens: Sequence[int], num_new: int, prompt_logprobs: int | None = None
+    ) -> Any:  # noqa: ANN401 - what vLLM returns
+        """Run one request at temperature 1, computed anew and ahead of what waits."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        assert self._policy_version >= 0, "scored before the first weights"
-        assert not self._swapping, "scored while weights are on their way"
+        assert self._policy_version >= 0, "probed before the first weights"
+        assert not self._swapping, "probed while weights are on their way"
         sampling = SamplingParams(
             temperature=1.0,
             seed=0,
-            max_tokens=1,
+            max_tokens=num_new,
             ignore_eos=True,
-            prompt_logprobs=0,
+            logprobs=0,
+            prompt_logprobs=prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input(list(tokens), cache_salt=f"score-v{self._policy_version}")
-        self._num_scored += 1
-        request_id = f"score-{self._num_scored}"
+        self._num_probes += 1
+        request_id = f"probe-{self._num_probes}"
+        prompt = tokens_input(list(tokens), cache_salt=request_id)
 
         async def last_output() -> Any:  # noqa: ANN401 - what vLLM returns
             outputs = self._llm.generate(prompt, sampling, request_id, priority=_FIRST)
             return [output async for output in outputs][-1]
 
-        scored = (await _named(last_output())).prompt_logprobs
-        return [entry[token].logprob for entry, token in zip(scored[1:], tokens[1:], strict=True)]
+        return await _named(last_output())
 
     def close(self) -> None:
         """End vLLM's processes; everything in flight ends as aborted, without its tokens."""

@@ -45,6 +45,10 @@ class View(Protocol):
         """Show a warning."""
         ...
 
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
     def __enter__(self) -> Self:
         """Begin to show."""
         ...
@@ -112,6 +116,10 @@ class PlainView:
     def warn(self, text: str) -> None:
         """Print the warning."""
         self._say(f"warning: {text}")
+
+    def note(self, text: str) -> None:
+        """Print it."""
+        self._say(text)
 
     def _say(self, text: str) -> None:
         try:
@@ -181,6 +189,10 @@ class LiveView:
     def warn(self, text: str) -> None:
         """Remember a warning; the newest few are shown."""
         self._warnings = [*self._warnings, text][-_MAX_WARNINGS:]
+
+    def note(self, text: str) -> None:
+        """Print it above the panel."""
+        self._live.console.print(text, markup=False, highlight=False)
 
     def render(self) -> RenderableType:
         """Draw everything."""

@@ -39,6 +39,11 @@ class Trainer(Protocol):
         ...
 
     @property
+    def parity_report(self) -> str | None:
+        """What the parity gate found at the first update that it judged; None before."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Tokens are 0 .. vocab_size - 1."""
         ...

@@ -39,8 +39,8 @@ from asyncrl_node.core.transport import Decided, EndRun, EndTest, PrepareTest, W
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import (
-    LearnerMessage,
     LearnerOrder,
+    LearnerReport,
     SamplerFault,
     Warned,
     WeightNotice,
@@ -58,8 +58,8 @@ class _End:
     """The command that ends the thread."""
 
 
-_Scheduler = Dealer[LearnerOrder, LearnerMessage | Warned]
-_Command = LearnerMessage | Warned | RequestWrite | WriteDone | _End
+_Scheduler = Dealer[LearnerOrder, LearnerReport]
+_Command = LearnerReport | RequestWrite | WriteDone | _End
 
 
 class Courier:
@@ -82,7 +82,7 @@ class Courier:
 
     # -- the main thread's side --------------------------------------------------------------
 
-    def send(self, message: LearnerMessage | Warned) -> None:
+    def send(self, message: LearnerReport) -> None:
         """Send to the scheduler; returns at once."""
         self._command(message)
 

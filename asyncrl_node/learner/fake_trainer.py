@@ -19,6 +19,7 @@ class FakeTrainer:
     """Imports no torch; see learner/base.py."""
 
     vocab_size = 1000
+    parity_report = None  # what is scripted has no log-probabilities to compare
 
     def __init__(self, config: Config) -> None:
         self._update_s = config.fake.train_s / config.learner.num_substeps

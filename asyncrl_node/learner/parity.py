@@ -41,7 +41,8 @@ class ParityGate:
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
-        self._has_passed = False
+        self.report: str | None = None
+        """The figures of the first update that was judged; None before."""
         self._reset()
 
     def _reset(self) -> None:
@@ -80,15 +81,17 @@ class ParityGate:
             f"{w.learner_logprob:.6f}"
             for w in self._worst
         )
+        is_first = self.report is None
         highest, mean = self._worst[0].difference, self._sum / self._count
         story = (
             f"log-probabilities of {self._count} tokens under the same weights differ by "
             f"{highest:.2e} at most and {mean:.2e} on average; worst: {worst}"
         )
-        judged, what = (mean, "average") if self._has_passed else (highest, "largest")
-        if not self._has_passed:
-            log.info("parity gate: %s", story)
-        self._has_passed = True
+        judged, what = (highest, "largest") if is_first else (mean, "average")
+        if is_first:
+            limit = "it is off" if self._limit is None else f"limit {self._limit:g}"
+            self.report = f"parity gate ({limit}): {story}"
+            log.info("%s", self.report)
         self._reset()
         if self._limit is not None and judged > self._limit:
             raise RunFault(

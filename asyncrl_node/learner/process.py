@@ -21,7 +21,7 @@ from math import isfinite
 from pathlib import Path
 
 from asyncrl_node.config import Config
-from asyncrl_node.core.probe import Probe, canary_tokens
+from asyncrl_node.core.probe import Probe, make_probe
 from asyncrl_node.core.publishing import PublishingCore
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
@@ -38,6 +38,7 @@ from asyncrl_node.messages import (
     EvaluationDone,
     LearnerFinished,
     LearnerHello,
+    Noted,
     Published,
     RequestEvaluation,
     StepFinished,
@@ -118,6 +119,8 @@ class LearnerProcess:
         self._saved_version = -1
         self._num_orders = 0
         self._num_evaluations = 0
+        self._has_reported = False
+        """True once the parity gate's figures are on the screen."""
         self._open_evaluations: set[int] = set()
         """Asked for and not answered yet."""
         self._last_version = config.start_version + config.steps
@@ -155,6 +158,7 @@ class LearnerProcess:
         step = self._version
         if step == self._last_version or not self._train_batch(step):
             return False
+        self._report_parity()
         metrics: dict[str, float | None] = dict(self._trainer.finish_step())
         for population in ("same_version", "older_kv", "stale"):
             if not metrics.get(f"mismatch/num_tokens_{population}"):
@@ -172,6 +176,12 @@ class LearnerProcess:
             metrics.update(self._clock.row())
             self._courier.send(StepFinished(step, metrics))
         return True
+
+    def _report_parity(self) -> None:
+        report = self._trainer.parity_report
+        if report is not None and not self._has_reported:
+            self._has_reported = True
+            self._courier.send(Noted(report))
 
     def _train_batch(self, step: int) -> bool:
         """Take and train the batch of a step; False when there is nothing more to train."""
@@ -280,8 +290,7 @@ class LearnerProcess:
         """The canary that every sampler can take as a prompt; None where the probe is off."""
         limit = self._config.learner.probe_limit
         most = max_rollout_tokens(self._config, self._task) - 1
-        tokens = canary_tokens(self._trainer.vocab_size, most)
-        return Probe(tokens, limit) if limit is not None and tokens else None
+        return None if limit is None else make_probe(self._trainer.vocab_size, most, limit)
 
     def _score_canary(self, version: int) -> tuple[float, ...]:
         """Score the canary. Raises: RunFault("non_finite") for weights that are broken."""

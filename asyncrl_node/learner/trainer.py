@@ -269,6 +269,11 @@ class Trainer:
         return metrics
 
     @property
+    def parity_report(self) -> str | None:
+        """See `Trainer.parity_report`."""
+        return self._parity.report
+
+    @property
     def vocab_size(self) -> int:
         """Tokens are 0 .. vocab_size - 1."""
         return self._head.shape[0]

@@ -74,7 +74,7 @@ from asyncrl_node.sampler.rollouts import (
     build_group,
     turn_rewards_of,
 )
-from asyncrl_node.sampler.weights import SamplerWeights
+from asyncrl_node.sampler.weights import SamplerWeights, answer_canary
 from asyncrl_node.transport.channel import AsyncDealer, Peer, endpoint
 from asyncrl_node.transport.weights import weights_hash
 
@@ -248,10 +248,10 @@ class SamplerProcess:
         """Acknowledge: the hash of what is in use, and what it makes of the canary."""
         digest = await use
         began_s = time.monotonic()
-        scores = await self._engine.score(load.canary) if load.canary else []
+        scores, decoded = await answer_canary(self._engine, load.canary, load.num_decoded)
         spent_s = time.monotonic() - began_s
         log.info("version %d: %.6f s for the canary", load.version, spent_s)
-        self._handle(LoadDone(load.version, digest, tuple(scores)))
+        self._handle(LoadDone(load.version, digest, scores, decoded))
 
     def _ask_for_work(self) -> None:
         hello = SamplerHello(

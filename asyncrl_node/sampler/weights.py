@@ -7,7 +7,7 @@ or less and the sampler has no work yet, so nothing here waits in the background
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl_node.core.transport import (
@@ -19,6 +19,7 @@ from asyncrl_node.core.transport import (
     TransportRefused,
     WeightsOpened,
 )
+from asyncrl_node.engines.base import Decoded, Engine
 from asyncrl_node.errors import RunFault
 from asyncrl_node.transport.cuda_driver import CudaDevice, open_own_gpu
 from asyncrl_node.transport.cuda_ipc import SelfTestImport, refusal
@@ -133,3 +134,20 @@ class SamplerWeights:
                 self._pinned = PinnedMemory(self._gpu(), memory, read_only=True)
         except RunFault as fault:
             log.warning("weights in host memory stay unpinned, slower: %s", refusal(fault))
+
+
+async def answer_canary(
+    engine: Engine, tokens: Sequence[int], num_decoded: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Decode `num_decoded` tokens after the canary and score all of them in one pass.
+
+    Returns: scores of tokens[1:] and of what was decoded; the latter's logprobs as decoded. None
+    of either without a canary.
+    """
+    if not tokens:
+        return (), ()
+    decoded = Decoded([], [])
+    if num_decoded:
+        decoded = await engine.decode(tokens, num_decoded)
+    scores = await engine.score([*tokens, *decoded.tokens])
+    return tuple(scores), tuple(decoded.logprobs)

@@ -35,7 +35,8 @@ from asyncrl_node.core.scheduling import SchedulerCore, Tick
 from asyncrl_node.messages import (
     LauncherMessage,
     LauncherReport,
-    LearnerMessage,
+    LearnerReport,
+    Noted,
     SamplerExited,
     SamplerHello,
     SamplerMessage,
@@ -70,6 +71,7 @@ def scheduler_settings(config: Config) -> SchedulerSettings:
         seed=config.seed,
         start_version=config.start_version,
         filter_constant_rewards=config.pacing.filter_constant_rewards,
+        fixed_staleness=config.pacing.fixed_staleness,
         eval_problems=config.eval_problems,
         warn_every_s=config.warn_every_s,
         rollout_timeout_s=config.sampling.rollout_timeout_s,
@@ -93,7 +95,7 @@ class SchedulerProcess:
             endpoint(Path(runtime.sockets_dir), "scheduler"),
             {
                 "sampler": SamplerMessage,
-                "learner": LearnerMessage | Warned,
+                "learner": LearnerReport,
                 "launcher": LauncherMessage,
             },
         )
@@ -129,7 +131,7 @@ class SchedulerProcess:
     def _drain_socket(self) -> None:
         while not self._finished and (received := self._router.receive()) is not None:
             peer, message = received
-            if isinstance(message, Warned):
+            if isinstance(message, Warned | Noted):
                 self._report(message)
                 continue
             if isinstance(message, SamplerHello):

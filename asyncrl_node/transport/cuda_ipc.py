@@ -52,6 +52,9 @@ _MAGIC = b"ARLCUDA\0"
 _WRITING = -1
 _REFUSALS = frozenset({"cuda_error", "mig", "no_cuda_driver", "not_exportable"})
 """Faults that say: not this way. Any other, of a peer that has gone say, is not ours to hide."""
+_BLOCK_BYTES = 2 << 20
+"""Allocations of other sizes may share a block with their neighbours, and CUDA IPC maps blocks: an
+importer would see the neighbours too (CUDA C++ Programming Guide, interprocess communication)."""
 _PIECE_BYTES = 16 << 20
 """Device memory passes through the host in pieces of this size."""
 
@@ -59,6 +62,10 @@ _PIECE_BYTES = 16 << 20
 def device_buffer_bytes(num_weight_bytes: int) -> int:
     """Size of the whole buffer."""
     return _AREA_OFFSET + num_weight_bytes + _BACK.size
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def shard_manifest(entries: tuple[WeightEntry, ...], num_ranks: int, rank: int) -> WeightsManifest:
@@ -87,7 +94,7 @@ class CudaIpcExport:
         self._synchronize = synchronize
         self._writing = False
         size = device_buffer_bytes(manifest.num_bytes)
-        self._address: int | None = device.allocate(size)
+        self._address: int | None = device.allocate(_whole_blocks(size))
         try:
             handle = device.export_handle(self._address)
             device.fill(self._address, 0, size)  # padding is hashed too
@@ -312,7 +319,7 @@ class SelfTestExport:
         _refuse_mig(device.uuid)
         self._device = device
         self._num_bytes = num_bytes
-        self._address: int | None = device.allocate(num_bytes)
+        self._address: int | None = device.allocate(_whole_blocks(num_bytes))
         try:
             handle = device.export_handle(self._address)
         except RunFault:

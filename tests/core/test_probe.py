@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_node.core.probe import CANARY_TOKENS, Answer, Probe, canary_tokens, find_stale
+from asyncrl_node.core.probe import (
+    CANARY_TOKENS,
+    DECODED_TOKENS,
+    Answer,
+    Probe,
+    find_stale,
+    make_probe,
+)
 
 PROBE = Probe((9, 5, 6, 7), 0.01)
 BEFORE = Answer(3, (-1.0, -2.0, -3.0), (-1.001, -2.001, -3.001))
@@ -21,15 +28,21 @@ def answer(*gaps: float, moved: float = -1.0) -> Answer:
 
 @given(vocab_size=st.integers(1, 300_000), max_tokens=st.integers(-1, 100))
 def test_the_canary_is_of_the_vocabulary_and_fits(vocab_size: int, max_tokens: int) -> None:
-    tokens = canary_tokens(vocab_size, max_tokens)
-    assert len(tokens) == (min(CANARY_TOKENS, max_tokens) if max_tokens >= 2 else 0)
-    assert all(0 <= token < vocab_size for token in tokens)
-    assert tokens == canary_tokens(vocab_size, max_tokens)
+    probe = make_probe(vocab_size, max_tokens, 0.5)
+    assert (probe is None) == (max_tokens < 2)
+    if probe is None:
+        return
+    assert 2 <= len(probe.tokens) <= CANARY_TOKENS
+    assert len(probe.tokens) + probe.num_decoded == min(CANARY_TOKENS + DECODED_TOKENS, max_tokens)
+    assert all(0 <= token < vocab_size for token in probe.tokens)
+    assert probe == make_probe(vocab_size, max_tokens, 0.5)
 
 
 @pytest.mark.parametrize("vocab_size", [128, 32_000, 151_936])
 def test_the_canary_spreads_over_the_vocabulary(vocab_size: int) -> None:
-    tokens = sorted(canary_tokens(vocab_size, 100))
+    probe = make_probe(vocab_size, 100, 0.5)
+    assert probe is not None
+    tokens = sorted(probe.tokens)
     gaps = [b - a for a, b in zip([0, *tokens], [*tokens, vocab_size], strict=True)]
     assert len(set(tokens)) == CANARY_TOKENS
     assert max(gaps) <= 4 * vocab_size / CANARY_TOKENS
@@ -80,3 +93,37 @@ def test_a_canary_must_move_if_most_of_the_learners_has() -> None:
     assert find_stale(wide, one, BEFORE) is None, "rounding may hide a move of few tokens"
     moved = Answer(4, stale.learner, (-1.001, -2.001, -3.0010000001))
     assert find_stale(wide, moved, BEFORE) is None
+
+
+def decoding(*gaps: float) -> Answer:
+    """The canary is right; the tokens decoded after it differ from their scores by `gaps`."""
+    right = answer(0.0, 0.0, 0.0)
+    scored = tuple(-2.0 - i for i in range(len(gaps)))
+    decoded = tuple(score + gap for score, gap in zip(scored, gaps, strict=True))
+    return right._replace(sampler=right.sampler + scored, decoded=decoded)
+
+
+def test_what_is_decoded_must_be_what_is_scored() -> None:
+    probe = PROBE._replace(num_decoded=2)
+    assert find_stale(probe, decoding(0.0099, -0.005), BEFORE) is None
+    assert find_stale(probe, decoding(0.0, -0.25), None) == (
+        "it decodes otherwise than it scores: 2 tokens that it decoded after the canary differ by "
+        "0.00e+00, 2.50e-01 from its own scores of them, where the limit is 0.01"
+    )
+    assert find_stale(probe, decoding(nan, 0.0), BEFORE) is not None
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_canary_that_was_not_decoded_on_is_refused(count: int) -> None:
+    story = find_stale(PROBE._replace(num_decoded=2), decoding(*[0.0] * count), BEFORE)
+    assert story == f"it decoded {count} tokens after the canary instead of 2"
+
+
+def test_what_was_decoded_does_not_hide_a_canary_that_has_not_moved() -> None:
+    """The tokens after it are drawn anew, so they alone may move."""
+    wide = PROBE._replace(limit=10.0, num_decoded=1)
+    before = BEFORE._replace(sampler=(*BEFORE.sampler, -4.0), decoded=(-4.0,))
+    stale = Answer(4, (-1.1, -2.1, -3.0), (*BEFORE.sampler, -5.0), (-5.0,))
+    assert "bit for bit" in str(find_stale(wide, stale, before))
+    near = wide._replace(limit=0.05)
+    assert "they are those of version 3" in str(find_stale(near, stale, before))

@@ -121,10 +121,14 @@ class Shell:
         self.grant(version)
 
     def grant(self, version: int) -> None:
+        self.use(version)
+        self.handle(WeightsAccepted(version))
+
+    def use(self, version: int) -> None:
+        """Load and acknowledge what was asked for; the learner has not answered."""
         self.handle(LeaseGranted(version, HASH))
         self.handle(CopyDone(version))
         self.handle(LoadDone(version, HASH))
-        self.handle(WeightsAccepted(version))
 
     def finish(self, key: RolloutKey, num_tokens: int = 4) -> None:
         version = self.core.policy_version
@@ -296,6 +300,44 @@ def test_the_first_token_is_reported_once_with_its_version(shell: Shell) -> None
     shell.load(1)
     shell.handle(FirstToken(one, 1))
     assert shell.to_scheduler == [GroupStarted(GroupKey(1, 0), 0)]
+
+
+def test_a_first_token_by_weights_not_accepted_is_reported_once_they_are(shell: Shell) -> None:
+    shell.handle(WeightsAvailable(1))
+    shell.use(1)
+    shell.admit(1)
+    one, two = shell.keys_of(1)
+    shell.handle(FirstToken(one, 1))
+    shell.finish(one)
+    shell.finish(two)
+    assert not shell.to_scheduler
+    assert not shell.written
+    shell.handle(WeightsAccepted(1))
+    assert shell.to_scheduler == [GroupStarted(GroupKey(1, 0), 1)]
+    assert [write.key for write in shell.written] == [GroupKey(1, 0)]
+
+
+def test_what_is_cancelled_before_acceptance_was_never_started(shell: Shell) -> None:
+    shell.handle(WeightsAvailable(1))
+    shell.use(1)
+    shell.admit(1)
+    shell.handle(FirstToken(shell.keys_of(1)[0], 1))
+    instructions = shell.handle(Cancel(GroupKey(1, 0)))
+    assert instructions == [AbandonGroup(GroupKey(1, 0))]
+    shell.handle(WeightsAccepted(1))
+    assert not shell.to_scheduler
+
+
+def test_what_failed_before_acceptance_was_never_started(shell: Shell) -> None:
+    shell.handle(WeightsAvailable(1))
+    shell.use(1)
+    shell.admit(1)
+    shell.handle(FirstToken(shell.keys_of(1)[0], 1))
+    while keys := shell.keys_of(1):
+        shell.fail(keys[0])
+    shell.handle(WeightsAccepted(1))
+    (failed,) = shell.to_scheduler
+    assert isinstance(failed, GroupFailed)
 
 
 def test_a_whole_group_is_written_in_the_order_of_its_rollouts(shell: Shell) -> None:

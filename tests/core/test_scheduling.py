@@ -111,6 +111,39 @@ def test_case_6_the_data_ends_with_a_straggler_and_a_short_batch(core):
     assert world.to_learner[-1] == EndOfData("done")
 
 
+@pytest.mark.parametrize(("depth", "bound"), [(0, 0), (1, 8), (3, 3), (4, None)])
+def test_fixed_staleness_is_the_depth_whatever_the_latencies(core, depth, bound):
+    """Samplers of room for less than the pipeline holds; the first steps only fill it."""
+    chance = random.Random(depth)
+    world = World(
+        core,
+        PacingRule(2, depth, bound, last_version=12),
+        num_samplers=2,
+        latency=lambda problem, attempt: chance.choice([0.5, 2.0, 50.0]),
+        fixed_staleness=True,
+    )
+    world.begin().run()
+    assert world.ended().trained == 24
+    assert [(step, staleness) for step, _, staleness in world.trained] == [
+        (step, min(step, depth)) for step in range(12) for _ in range(2)
+    ]
+
+
+def test_fixed_staleness_waits_for_fill_and_says_for_how_much(core):
+    world = World(
+        core,
+        PacingRule(1, 1, 1, last_version=2),
+        latency=lambda problem, attempt: 10.0 if problem == 1 else 1.0,
+        fixed_staleness=True,
+    )
+    world.begin().run(5.0)
+    assert not world.batches
+    assert world.core.status().learner == "waiting for fill: 1 of 2 groups"
+    world.run()
+    assert world.ended().trained == 2
+    assert {batch.waited_for_stragglers_s for batch in world.batches} == {0.0}
+
+
 def test_what_is_told_of_a_group(core):
     world = by_hand(core, PacingRule(1, 0, 0, last_version=1), seed=5)
     world.begin().run()

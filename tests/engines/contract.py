@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from math import isfinite
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from asyncrl_node.engines.base import (
     Completion,
@@ -21,6 +21,7 @@ from asyncrl_node.engines.base import (
     InProcessLoader,
     OwnProcessLoader,
 )
+from asyncrl_node.engines.torch_engine import TorchEngine
 from asyncrl_node.messages import GroupKey
 from asyncrl_node.sampler.rollouts import RolloutLimits, RolloutRunner, build_group
 from asyncrl_node.tasks.base import Outcome
@@ -108,6 +109,46 @@ async def a_score_is_given_while_generations_run_and_disturbs_none(
     assert all(abs(a - b) < 1e-5 for a, b in zip(alone, beside, strict=True))
     done = await running
     assert done.policy_versions == [version] * 100
+
+
+async def what_is_decoded_is_what_is_scored(engine: Engine, load: Load) -> None:
+    for _ in range(2):
+        decoded = await engine.decode(CANARY, 3)
+        assert len(decoded.tokens) == len(decoded.logprobs) == 3
+        scored = (await engine.score([*CANARY, *decoded.tokens]))[-3:]
+        assert all(abs(a - b) < 5e-5 for a, b in zip(decoded.logprobs, scored, strict=True))
+        await load()
+        moved = (await engine.score([*CANARY, *decoded.tokens]))[-3:]
+        assert all(abs(a - b) > 1e-4 for a, b in zip(decoded.logprobs, moved, strict=True))
+
+
+async def it_decodes_though_every_row_is_taken_and_disturbs_none(
+    engine: Engine, load: Load
+) -> None:
+    running = [await start(engine, request(100)) for _ in range(4)]
+    waiting = [asyncio.ensure_future(engine.generate(request(100))) for _ in range(3)]
+    version = engine.policy_version
+    decoded = await engine.decode(CANARY, 2)
+    assert len(decoded.tokens) == 2
+    assert not any(task.done() for task in running), "it waited for a generation to end"
+    for done in await asyncio.gather(*running, *waiting):
+        assert done.policy_versions == [version] * 100
+
+
+_Result = TypeVar("_Result")
+
+
+def stepped(engine: TorchEngine, work: Coroutine[None, None, _Result]) -> _Result:
+    """Do `work`, stepping the engine meanwhile, in a loop of its own."""
+
+    async def run() -> _Result:
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            engine.step()
+            await asyncio.sleep(0)
+        return task.result()
+
+    return asyncio.run(run())
 
 
 class Ear:
@@ -202,5 +243,7 @@ CHECKS: list[Check] = [
     an_abort_keeps_what_there_is,
     scores_repeat_and_move_with_the_weights,
     a_score_is_given_while_generations_run_and_disturbs_none,
+    what_is_decoded_is_what_is_scored,
+    it_decodes_though_every_row_is_taken_and_disturbs_none,
     case_19_what_was_sampled_is_what_lands_in_the_slot,
 ]

@@ -25,6 +25,7 @@ from asyncrl_node.engines.fake_engine import (
     scripted_logprobs,
 )
 from asyncrl_node.errors import ConfigError, RunFault
+from asyncrl_node.sampler.weights import answer_canary
 
 NUM_BYTES = 64
 
@@ -288,6 +289,16 @@ def test_weights_that_never_arrive_show_in_the_scores_alone(loop: JumpingLoop) -
     fresh = make_engine(stale_after_version=2)
     load(fresh, 7)
     assert run(loop, fresh.score([4, 5])) == [scripted_logprobs(7, [4, 5])], "its first load"
+
+
+def test_what_decodes_by_older_weights_scores_by_the_newest(loop: JumpingLoop) -> None:
+    engine = make_engine(decode_stale_after_version=2)
+    for version, decodes_with in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        load(engine, version)
+        ((scores, decoded),) = run(loop, answer_canary(engine, [4, 5], 2))
+        tokens = [4, 5, 5, 6]
+        assert scores == tuple(scripted_logprobs(version, tokens))
+        assert decoded == tuple(scripted_logprobs(decodes_with, tokens)[-2:])
 
 
 def test_a_slow_load_takes_its_time(loop: JumpingLoop) -> None:

@@ -15,13 +15,15 @@ import torch
 import transformers
 from torch import nn
 
-from asyncrl_node.core.probe import Answer, Probe, canary_tokens, find_stale
+from asyncrl_node.core.probe import Answer, Probe, find_stale, make_probe
 from asyncrl_node.engines import torch_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest
 from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightEntry
+from asyncrl_node.sampler.weights import answer_canary
 from asyncrl_node.transport.weights import weights_hash
+from tests.engines.contract import stepped
 
 torch.set_num_threads(1)
 
@@ -386,7 +388,8 @@ def test_case_16_a_part_left_stale_is_caught_by_the_canary(tmp_path, kind, part)
     The update is as small as an optimizer's; the bytes and their hash are right.
     """
     rig = Rig(tmp_path, kind)
-    probe = Probe(canary_tokens(VOCAB, 48), 5e-5)
+    probe = make_probe(VOCAB, 48, 5e-5)
+    assert probe is not None
     rig.load(0)
     model = rig.engine._model
     if part == "copies":
@@ -410,11 +413,12 @@ def test_case_16_a_part_left_stale_is_caught_by_the_canary(tmp_path, kind, part)
 def answer(rig: Rig, probe: Probe) -> Answer:
     """What learner and engine make of the canary under the newest version."""
     version = rig.engine.policy_version
-    theirs = asyncio.run(rig.engine.score(list(probe.tokens)))
+    trying = answer_canary(rig.engine, probe.tokens, probe.num_decoded)
+    theirs, decoded = stepped(rig.engine, trying)
     with torch.no_grad():
         logits = rig.models[version](torch.tensor([probe.tokens])).logits[0, :-1]
     ours = logits.log_softmax(-1).gather(1, torch.tensor(probe.tokens)[1:, None])[:, 0]
-    return Answer(version, tuple(ours.tolist()), tuple(theirs))
+    return Answer(version, tuple(ours.tolist()), theirs, decoded)
 
 
 def test_weights_of_another_dtype_are_converted(tmp_path):

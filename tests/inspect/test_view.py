@@ -205,6 +205,14 @@ def test_the_live_view_shows_the_newest_warnings(directory: RunDirectory, width:
     assert "held-out rollouts out" not in text
 
 
+def test_a_note_stands_above_the_panel_as_it_is_written(directory: RunDirectory) -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    with LiveView(make_config(), directory, console) as view:
+        view.note("parity gate (limit 5e-05): token [3] of group 4")
+    assert isinstance(console.file, io.StringIO)
+    assert "parity gate (limit 5e-05): token [3] of group 4" in console.file.getvalue()
+
+
 def drawn(directory: RunDirectory, height: int, learner: str) -> list[str]:
     """Lines inside the frame at 80 columns, two samplers, every cause of time, long warnings."""
     console = Console(width=80, height=height, file=io.StringIO(), force_terminal=True)
@@ -289,12 +297,14 @@ def test_plain_lines(directory: RunDirectory, capsys: pytest.CaptureFixture[str]
         view.show_row(eval_row(40, 0.25))
         view.show_row(train_row(40, waiting_for_fill=0.5, waiting_for_stragglers=0.25))
         view.warn("the learner has waited 120 s")
+        view.note("parity gate: alike")
     assert capsys.readouterr().out.splitlines() == [
         f"run directory {directory.path}",
         "eval step 40: held-out reward 0.250 (256 problems, versions 40..41)",
         "step 41/60: reward 0.500, staleness 1.00 mean 2 max, 1.75 s (train 1.00, fill 0.50, "
         "stragglers 0.25)",
         "warning: the learner has waited 120 s",
+        "parity gate: alike",
     ]
 
 

@@ -24,8 +24,14 @@ def test_rounding_passes_and_is_logged(caplog: pytest.LogCaptureFixture) -> None
     gate.add(*scored(1e-6), [4] * 8)
     with caplog.at_level(logging.INFO):
         gate.check()
-    assert "parity gate: log-probabilities of 8 tokens" in caplog.text
-    assert "token 3 of group 4" in caplog.text
+    assert gate.report is not None
+    assert gate.report in caplog.text
+    assert gate.report.startswith("parity gate (limit 5e-05): log-probabilities of 8 tokens under")
+    assert "by 9.54e-07 at most and 1.19e-07 on average; worst: token 3 of group 4" in gate.report
+    gate.add(*scored(0.0), [5] * 8)
+    first = gate.report
+    gate.check()
+    assert gate.report == first
 
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])

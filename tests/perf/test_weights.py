@@ -10,14 +10,23 @@ import pytest
 from asyncrl_node.run_directory import left_behind
 from perf.random_prompts import RandomPrompts
 from perf.sampler_rig import TINY, SamplerRig, make_model, read_flat
-from perf.weights import GROUP_SIZE, Options, Run, config_of, measure, summary
+from perf.weights import (
+    GROUP_SIZE,
+    Busy,
+    Options,
+    Run,
+    config_of,
+    measure,
+    recompute_cpu_s,
+    summary,
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("weights")
     make_model(folder / "model", TINY)
-    options = Options(repeats=3, sampling=False)
+    options = Options(repeats=3, sampling=True, num_new=300)
     return measure(folder, TINY, "torch", 2, options)
 
 
@@ -35,6 +44,20 @@ def test_the_summary_has_the_keys_of_the_contract(run: Run) -> None:
     assert keys["stall_over_memcpy"] == pytest.approx(run.ratios()["stall_over_memcpy"])
     assert keys["publish_to_ack_over_memcpy"] > keys["stall_over_memcpy"] > 0
     assert keys["runs"][0]["num_samplers"] == 2
+
+
+def test_updates_come_while_requests_are_running(run: Run) -> None:
+    assert run.busy is not None
+    assert 0 < run.busy.stall_s < run.busy.publish_to_ack_s
+    row = json.loads(json.dumps(summary([run])))["runs"][0]
+    assert row["busy"]["stall_s"] == run.busy.stall_s
+
+
+def test_recomputing_is_told_apart_where_both_kinds_were_measured(run: Run) -> None:
+    recomputed = run._replace(engine="vllm", busy=Busy(0.9, 0.1, 0.2))
+    kept = recomputed._replace(kv="keep", busy=Busy(0.4, 0.1, 0.2))
+    assert recompute_cpu_s([run, recomputed]) == {}
+    assert recompute_cpu_s([run, recomputed, kept]) == {"2": pytest.approx(0.5)}
 
 
 def test_the_bars_are_of_the_worst_run_and_of_the_embedded_engine(run: Run) -> None:

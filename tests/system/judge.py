@@ -233,7 +233,9 @@ def _check_waits(rows: list[dict[str, Any]], events: list[Event], config: dict[s
     """Compare the learner's clock with the moments at which the scheduler handled its messages."""
     published_s = {e.version: e.time_s for e in events if e.event == "published"}
     taken_s = {e.step: e.time_s for e in events if e.event == "taken"}
-    filled_s = {} if config["pacing"]["streaming"] else _filled(events, config)
+    pacing = config["pacing"]
+    is_whole = not pacing["streaming"] and not pacing["fixed_staleness"]  # it fills the pipeline
+    filled_s = _filled(events, config) if is_whole else {}
     late_s = 0.0  # evaluating and saving, after the publication before and before this take
     for row in rows:
         step, after_s = row["step"], row["time/eval"] + row["time/checkpoint"]

@@ -34,7 +34,16 @@ def test_an_overdue_weight_load_is_a_named_fault(tmp_path: Path) -> None:
     assert "began loading version 0" in done.stderr
 
 
-def test_case_16_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "story"),
+    [
+        ("--fake.stale-after-version", "they are those of version 4"),
+        ("--fake.decode-stale-after-version", "it decodes otherwise than it scores"),
+    ],
+)
+def test_case_16_weights_that_never_arrive_restart_the_sampler(
+    tmp_path: Path, key: str, story: str
+) -> None:
     """Case 16: each process computes with its first weights for ever; two steps have a second.
 
     The tokens of the fake engine are versions: none of a stale update is trained.
@@ -43,12 +52,12 @@ def test_case_16_weights_that_never_arrive_restart_the_sampler(tmp_path: Path) -
     done = launch(
         run_dir,
         *("--engine", "fake", "--eval-problems", "0", "--steps", "6", "--groups-per-batch", "4"),
-        *("--fake.stale-after-version", "4"),
+        *(key, "4"),
     )
     assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
     warned = [line for line in done.stdout.splitlines() if "stale_weights" in line]
     assert warned[0].startswith("warning: sampler 0 restarts, stale_weights: sampler 0 has the")
-    assert "they are those of version 4" in warned[0]
+    assert story in warned[0]
     judged = judge(run_dir)
     assert len(judged.trained) == 6 * 4
 
@@ -66,6 +75,22 @@ def test_case_16_weights_that_never_arrive_again_and_again_end_the_run_by_name(
     ended = "stopped: crash_loop: sampler 0 ended 4 times in 10 minutes, the last time by "
     assert f"{ended}stale_weights" in done.stderr
     assert "learner.probe_limit" in done.stderr
+
+
+def test_fixed_staleness_is_the_depth_in_what_is_trained(tmp_path: Path) -> None:
+    """Latencies from a hundredth of a second to half a one; two samplers."""
+    run_dir = tmp_path / "run"
+    latencies = tmp_path / "latencies.json"
+    latencies.write_text("[0.5, 0.01, 0.03, 0.01, 0.1]")
+    fake_run(
+        run_dir,
+        *("--steps", "10", "--groups-per-batch", "4", "--group-size", "2", "--samplers", "2"),
+        *("--pipeline-depth", "3", "--max-steps-off-policy", "5", "--fake.train-s", "0.01"),
+        *("--pacing.fixed-staleness", "true", "--fake.latencies", str(latencies)),
+    )
+    judged = judge(run_dir)
+    stale = [(row["step"], row["step"] - row["version_min"]) for row in judged.trained]
+    assert stale == [(step, min(step, 3)) for step in range(10) for _ in range(4)]
 
 
 def test_a_slow_rollout_is_never_at_fault(tmp_path: Path) -> None:

@@ -20,7 +20,16 @@ import pytest
 from asyncrl_node.run_directory import sweep_dead_runs
 from tests.conftest import traces_of_runs
 from tests.system.judge import judge
-from tests.system.runs import LAUNCH, ROOT, launch, logs, pid_of, processes_of
+from tests.system.runs import (
+    LAUNCH,
+    ROOT,
+    launch,
+    logs,
+    pid_of,
+    processes_of,
+    train_rows,
+    trained,
+)
 from tests.system.test_shutdown import run_id_of, until, wait_for_line
 from tests.vllm_gate import need_vllm
 
@@ -143,28 +152,58 @@ def test_no_engine_outlives_a_killed_launcher_and_a_sweep_takes_the_rest(
     assert litter(temporary) == []
 
 
-BREAK_THE_HEAD = """
+def test_kept_caches_are_counted_apart_over_a_whole_run(tmp_path: Path, temporary: Path) -> None:
+    """Tokens on older keys stand in their own row; those on their own version's still agree."""
+    run_dir = tmp_path / "run"
+    done = launch(
+        run_dir,
+        *(*SMALL, "--steps", "12", "--sampling.kv-after-update", "keep"),
+        *("--pipeline-depth", "2", "--sampling.max-concurrent-rollouts", "16"),
+        timeout_s=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
+    judged = judge(run_dir)
+    assert len(judged.trained) == 12 * 4
+    mixed = [row for row in train_rows(run_dir) if row["mismatch/num_tokens_older_kv"]]
+    assert mixed, "no update came into a generation"
+    same = [row["mismatch/kl_same_version"] for row in train_rows(run_dir)]
+    assert max(abs(kl) for kl in same if kl is not None) < 1e-6
+    assert max(row["mismatch/kl_older_kv"] for row in mixed) > 1e-6
+    assert litter(temporary) == []
+
+
+BREAK_VLLM = """
 from asyncrl_node.engines import vllm_plugin
 
-vllm_plugin.WORKER_EXTENSION = "tests.engines.stale_head.StaleHeadWorker"
+vllm_plugin.WORKER_EXTENSION = "tests.engines.BROKEN"
 """
 
 
-def test_case_16_a_tied_head_left_stale_is_caught_at_the_first_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("worker", "version", "story"),
+    [
+        ("stale_head.StaleHeadWorker", 0, "differ from the learner's"),
+        ("stale_decode.StaleDecodeWorker", 1, "it decodes otherwise than it scores"),
+    ],
+)
+def test_case_16_a_head_left_stale_is_caught_at_the_first_load_it_spoils(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: str, version: int, story: str
 ) -> None:
-    """vLLM's own fault without our remedy for it; every Python process reads sitecustomize.py."""
+    """The first is vLLM's own fault without our remedy; Python reads sitecustomize.py itself."""
     run_dir = tmp_path / "run"
     hook = tmp_path / "hook"
     hook.mkdir()
-    (hook / "sitecustomize.py").write_text(BREAK_THE_HEAD)
+    (hook / "sitecustomize.py").write_text(BREAK_VLLM.replace("BROKEN", worker))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), str(ROOT)]))
-    with running(run_dir, "--steps", "40") as launcher:
+    big_step = ("--learner.warmup-steps", "0", "--learner.learning-rate", "3e-3")
+    with running(run_dir, "--steps", "40", *big_step) as launcher:
         assert launcher.stdout is not None
         warned = next(line for line in launcher.stdout if line.startswith("warning:"))
         launcher.send_signal(signal.SIGINT)
         output = launcher.stdout.read()
         assert launcher.wait(timeout=60) == 130, output + logs(run_dir)
     assert warned.startswith("warning: sampler 0 restarts, stale_weights: sampler 0 has the")
-    assert "version 0" in warned
-    assert not (run_dir / "trained.jsonl").read_text(), "nothing that it sampled is trained"
+    assert f"the bytes of version {version} " in warned
+    assert story in warned
+    if version == 0:
+        assert not trained(run_dir), "nothing that it sampled is trained"
