@@ -86,16 +86,25 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How groups are trained."""
 
     loss: str = "ppo"
-    """ppo, gspo, a3po, decoupled_ppo, m2po, cispo, importance_sampling or path/to/file.py:name."""
-    advantage: str = "mean_std"
-    """mean_std, mean, leave_one_out, mean_normalised or path/to/file.py:name."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Every token counts the same, every rollout does, or nothing depends on lengths."""
+    """ppo, gspo, a3po, decoupled_ppo, m2po, cispo, importance_sampling or path/to/file.py:name; or
+    grpo, dapo, dr_grpo: ppo with that method's settings where they are unset."""
+    advantage: str | None = None
+    """mean_std, mean, leave_one_out, mean_normalised or path/to/file.py:name. Unset: mean_std, and
+    mean with dr_grpo."""
+    turn_credit: Literal["return_to_go", "as_given", "off"] = "return_to_go"
+    """Where an environment rewards turns: compare what each rollout still earned from a turn on, or
+    take a turn's reward as its advantage, or look at the rollout's reward only."""
+    turn_discount: float = 1.0
+    """return_to_go: what a later turn's reward is worth, per turn."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """Every token counts the same, every rollout does, or nothing depends on lengths. Unset:
+    token_mean; sequence_mean with grpo, constant with dr_grpo."""
     horizon: int | None = None
     """Loss tokens that the constant aggregation divides by; unset: most that a rollout can have."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    """Trust region of the importance ratio: [1 - clip_low, 1 + clip_high]."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    """Trust region of the importance ratio: [1 - clip_low, 1 + clip_high]. Unset: the loss's own,
+    0.2 and 0.2; 0.2 and 0.28 with dapo."""
     dual_clip: float | None = None
     """Largest ratio that counts where the advantage is negative; above 1 + clip_high."""
     ratio_floor: float = 0.0

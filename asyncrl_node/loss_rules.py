@@ -5,20 +5,39 @@ Imports no torch (a user's own file may) and starts nothing; plan.py calls it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from asyncrl_node.config import Config, LearnerConfig
 from asyncrl_node.errors import ConfigError
-from asyncrl_node.learner.losses.registry import absolute, load_advantage, loss_facts
+from asyncrl_node.learner.losses.registry import absolute, load_advantage, loss_facts, recipe_of
+from asyncrl_node.learner.losses.settings import LossSettings, Recipe
+
+
+def effective(learner: LearnerConfig) -> Recipe:
+    """Say which function is trained by and how: the loss's own settings, where a run sets none."""
+    own = recipe_of(learner.loss)
+    names = ("clip_low", "clip_high", "aggregation", "advantage")
+    chosen = {name: getattr(learner, name) for name in names}
+    return replace(own, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def loss_settings(learner: LearnerConfig) -> LossSettings:
+    """Collect the numbers that losses read."""
+    numbers = {name: getattr(learner, name) for name in LossSettings.__dataclass_fields__}
+    recipe = effective(learner)
+    return LossSettings(
+        **numbers | {"clip_low": recipe.clip_low, "clip_high": recipe.clip_high},
+    )
 
 
 def check_losses(config: Config) -> None:
     """Check loss, advantage and their settings. Raises: ConfigError."""
     learner = config.learner
     facts = loss_facts(learner.loss)
-    load_advantage(learner.advantage)
+    load_advantage(effective(learner).advantage)
     if "log_ratio_limit" in facts.needs and learner.num_minibatches > 1:
         rule = (
             f"must be 1 with {learner.loss}: its clip range comes from the log-ratios of a whole "
@@ -37,8 +56,9 @@ def check_losses(config: Config) -> None:
 
 def _check_bounds(learner: LearnerConfig) -> None:
     """Check the numbers that depend on one another; plan.py has looked at each alone."""
-    if learner.dual_clip is not None and not learner.dual_clip > 1 + learner.clip_high:
-        rule = f"must be above 1 + clip_high, which is {1 + learner.clip_high:g}, or none"
+    bound = 1 + effective(learner).clip_high
+    if learner.dual_clip is not None and not learner.dual_clip > bound:
+        rule = f"must be above 1 + clip_high, which is {bound:g}, or none"
         raise ConfigError("learner.dual_clip", rule, learner.dual_clip)
     for low, high in (("ratio_floor", "ratio_cap"), ("weight_low", "weight_high")):
         least, most = getattr(learner, low), getattr(learner, high)
@@ -47,18 +67,22 @@ def _check_bounds(learner: LearnerConfig) -> None:
 
 
 def settled(config: Config, most_loss_tokens: int, model_dir: Path) -> Config:
-    """Fill in the horizon and the reference and make paths absolute, for processes elsewhere.
+    """Fill in what is unset and make paths absolute, for processes that start elsewhere.
 
     The reference by name in config.toml is what keeps it: a run that goes on from its checkpoint
     is held to the weights that it began with, not to those it goes on from.
     """
     learner, reference = config.learner, reference_folder(config.learner)
+    recipe = effective(learner)
     if learner.kl_coefficient:
         reference = reference or model_dir
     learner = msgspec.structs.replace(
         learner,
         loss=absolute(learner.loss),
-        advantage=absolute(learner.advantage),
+        advantage=absolute(recipe.advantage),
+        aggregation=recipe.aggregation,
+        clip_low=recipe.clip_low,
+        clip_high=recipe.clip_high,
         horizon=learner.horizon or most_loss_tokens,
         reference_model="" if reference is None else str(reference.absolute()),
     )
@@ -128,6 +152,17 @@ def loss_notes(config: Config) -> list[str]:
         notes.append(
             f"loss {learner.loss} with num_substeps 1: the ratio to the policy at the start of the "
             "step is 1, and nothing that looks at it alone ever clips"
+        )
+    recipe = effective(learner)
+    if learner.loss == "gspo" and (recipe.clip_low, recipe.clip_high) == (0.2, 0.2):
+        notes.append(
+            "loss gspo clips the ratio of a rollout at 0.2 and 0.2, its paper at 3e-4 and 4e-4: "
+            "see learner.clip_low, learner.clip_high"
+        )
+    if learner.loss == "dapo" and not config.pacing.filter_constant_rewards:
+        notes.append(
+            "loss dapo: its paper also filters groups of constant reward, which is "
+            "--pacing.filter-constant-rewards"
         )
     if depth and facts.two_sided is None:
         notes.append(

@@ -83,6 +83,8 @@ class GroupCompleted(Message, frozen=True):
     reward_sum: float
     reward_min: float
     reward_max: float
+    """Of what the rollouts are told apart by (core/advantages.compared_range): rewards, or the
+    returns of turns where these are rewarded. Equal: the group says nothing."""
     num_timeouts: int
     num_dropped_samples: int
     seconds: float

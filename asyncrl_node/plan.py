@@ -117,7 +117,7 @@ _ZERO_OR_ABOVE = (
     "fake.train_s",
     "fake.load_s",
 )
-_SHARES = ("learner.clip_low", "fake.raise_rate", "fake.constant_share")
+_SHARES = ("learner.clip_low", "learner.turn_discount", "fake.raise_rate", "fake.constant_share")
 _BELOW_ONE = ("learner.adam_beta1", "learner.adam_beta2")
 
 
@@ -164,7 +164,8 @@ def settle(config: Config) -> Config:
 
 def run_slot_bytes(config: Config, task: Task) -> int:
     """Bytes of one slot."""
-    return slot_bytes(config.pacing.group_size, max_rollout_tokens(config, task))
+    tokens = max_rollout_tokens(config, task)
+    return slot_bytes(config.pacing.group_size, tokens, task.max_turns)
 
 
 def pacing_rule(config: Config) -> PacingRule:

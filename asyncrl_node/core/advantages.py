@@ -16,18 +16,28 @@ gradient of p into that of log p; the absolute value only matters to rewards bel
 A group whose rewards are all equal says nothing: its advantages are exactly zero, not rounding
 noise divided by something small.
 
-Where an environment rewards turns, `turn_advantages` compares the discounted return from each turn
-on among the rollouts that got that far (returns as credit: Williams 1992, REINFORCE), and
-`token_advantages` repeats each turn's advantage for its tokens.
+Where an environment rewards turns, with K_i turns in rollout i and r_ik for turn k:
+
+    return_to_go     A_ik = the advantage, as above, of G_ik among the G_jk of all j with K_j > k
+                     G_ik = r_ik + discount G_i,k+1      what rollout i still earned from turn k on
+    as_given         A_ik = r_ik                         the environment has done the comparing
+
+Every sampled token of turn k has the advantage A_ik. A turn is credited with what came of it and
+with nothing before it (returns as credit: Williams 1992, REINFORCE). Turn k of the siblings has
+other histories than its own; their mean is a baseline all the same, for it does not depend on what
+turn k itself does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import fsum, sqrt
 from typing import Literal
 
 AdvantageKind = Literal["mean_std", "mean", "leave_one_out", "mean_normalised"]
+TurnCredit = Literal["return_to_go", "as_given", "off"]
+"""off: turns' rewards are left alone, all that counts is the rollout's."""
 GroupAdvantage = Callable[[Sequence[float]], Sequence[float]]
 """R rewards of one group -> R advantages."""
 
@@ -57,36 +67,53 @@ def group_advantages(rewards: Sequence[float], kind: AdvantageKind = "mean_std")
 
 def turn_advantages(
     turn_rewards: Sequence[Sequence[float]],
-    kind: AdvantageKind = "mean_std",
+    compare: GroupAdvantage = group_advantages,
+    credit: TurnCredit = "return_to_go",
     discount: float = 1.0,
 ) -> list[list[float]]:
     """Turn rewards of R rollouts -> an advantage per turn, in the same shape.
 
-    turn_rewards[i][k] is what rollout i earned by its turn k. Its return from k on, each later
-    reward worth `discount` times less per turn, is compared with the returns from k on of all
-    rollouts that have a turn k. A turn that only one rollout reached has nothing to be compared
-    with: zero. With one turn each, this is `group_advantages`.
+    turn_rewards[i][k] is what rollout i earned by its turn k; `compare` is the group's advantage.
+    A turn that only one rollout reached has nothing to be compared with: zero. With one turn each,
+    return_to_go is `compare`. `credit` is not off.
 
-    Raises: ValueError naming a return that is not a finite number.
+    Raises: ValueError naming a return that is not a finite number, or whatever `compare` raises.
     """
+    if credit == "as_given":
+        return [list(rewards) for rewards in turn_rewards]
     returns = [_returns(rewards, discount) for rewards in turn_rewards]
     advantages = [[0.0] * len(rewards) for rewards in turn_rewards]
     for turn in range(max(map(len, returns), default=0)):
         there = [place for place, values in enumerate(returns) if len(values) > turn]
-        compared = group_advantages([returns[place][turn] for place in there], kind)
+        if len(there) == 1:
+            continue
+        compared = compare([returns[place][turn] for place in there])
         for place, advantage in zip(there, compared, strict=True):
             advantages[place][turn] = advantage
     return advantages
 
 
-def token_advantages(advantages: Sequence[float], num_tokens: Sequence[int]) -> list[float]:
-    """Repeat each of K turns' advantage for its loss tokens; turns lie back to back.
+def compared_range(
+    rewards: Sequence[float],
+    turn_rewards: Sequence[Sequence[float]],
+    credit: TurnCredit = "return_to_go",
+    discount: float = 1.0,
+) -> tuple[float, float]:
+    """Least and greatest of what R siblings are told apart by; equal where that is nothing.
 
-    Example: [0.5, -1.0] with [1, 2] tokens -> [0.5, -1.0, -1.0].
-
-    Raises: ValueError if there are not as many advantages as turns.
+    Rewards, where no turn is rewarded or it does not count; else the turns' returns, or, as given,
+    the turns' rewards and zero.
     """
-    return [a for a, n in zip(advantages, num_tokens, strict=True) for _ in range(n)]
+    if credit == "off" or not any(turn_rewards):
+        return min(rewards), max(rewards)
+    if credit == "as_given":
+        values = [0.0, *(reward for turns in turn_rewards for reward in turns)]
+        return min(values), max(values)
+    values = [value for turns in turn_rewards for value in _returns(turns, discount)]
+    mean = partial(group_advantages, kind="mean")
+    if any(map(any, turn_advantages(turn_rewards, mean, credit, discount))):
+        return min(values), max(values)
+    return values[0], values[0]
 
 
 def _scale(rewards: Sequence[float], deviations: Sequence[float], kind: AdvantageKind) -> float:

@@ -30,3 +30,9 @@ class TrajectoryGroup(NamedTuple):
     """[R + 1] int64: rollout r is tokens[rollout_starts[r]:rollout_starts[r + 1]]."""
     rewards: Any
     """[R] float32"""
+    turn_ends: Any = ()
+    """[K] int64, where each turn of all rollouts ends, as an index of tokens; [0] where no
+    environment rewarded turns. A turn is what was sampled between two observations; its loss tokens
+    are those before its end and not before the end of the turn before it."""
+    turn_rewards: Any = ()
+    """[K] float32"""

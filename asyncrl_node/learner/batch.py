@@ -19,7 +19,6 @@ from asyncrl_node.learner.losses.aggregation import Aggregation, rollout_weight
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class Rollouts(NamedTuple):
@@ -44,7 +43,9 @@ class Rollouts(NamedTuple):
     num_loss_tokens: Int64s
     """[R], at least 1."""
     advantages: Float32s
-    """[R]"""
+    """[T], of its rollout or of its turn; only those of loss tokens mean anything."""
+    has_advantage: npt.NDArray[np.bool_]
+    """[R], whether any loss token has one that is not zero."""
     places: Int64s
     """[R], each rollout's group, by its place among the groups."""
 
@@ -84,12 +85,12 @@ class Pack(NamedTuple):
 
 def collect(
     groups: Sequence[TrajectoryGroup],
-    advantages: Sequence[list[float]],
+    advantages: Sequence[Float32s],
     proximal: Mapping[int, Float32s],
 ) -> Rollouts:
     """Put groups back to back; rollouts without a loss token are left out, they train nothing.
 
-    advantages  of the rollouts of each group
+    advantages  of the tokens of each group
     proximal    log-probabilities of the tokens of some groups, by group_id
 
     Raises: RunFault for a rollout whose first token is a loss token: nothing predicts it.
@@ -109,6 +110,9 @@ def collect(
     num_inputs = np.zeros(len(starts), np.int64)
     num_inputs[owner] = distance
     kept = np.flatnonzero(num_inputs)
+    of_tokens = np.concatenate(advantages)
+    has_advantage = np.zeros(len(starts), np.bool_)
+    has_advantage[owner[of_tokens[trained] != 0]] = True
     unknown = [np.full(len(group.tokens), np.nan, np.float32) for group in groups]
     return Rollouts(
         tokens=np.concatenate([group.tokens for group in groups]).astype(np.int64),
@@ -122,7 +126,8 @@ def collect(
         starts=starts[kept],
         num_inputs=num_inputs[kept],
         num_loss_tokens=np.bincount(owner, minlength=len(starts))[kept],
-        advantages=np.concatenate(advantages)[kept].astype(np.float32),
+        advantages=of_tokens,
+        has_advantage=has_advantage[kept],
         places=places[kept],
     )
 
@@ -153,7 +158,7 @@ def make_pack(
         targets=tensor(rollouts.tokens[scored]),
         sampler_logprobs=tensor(rollouts.sampler_logprobs[scored]),
         proximal_logprobs=tensor(rollouts.proximal_logprobs[scored]),
-        advantages=tensor(rollouts.advantages[owner]),
+        advantages=tensor(rollouts.advantages[scored]),
         policy_versions=tensor(rollouts.policy_versions[scored]),
         on_older_kv=tensor(rollouts.on_older_kv[scored]),
         rollout_index=tensor(index),
@@ -185,14 +190,6 @@ def bare_pack(tokens: Tensor, targets: Tensor, lengths: list[int]) -> Pack:
         places=np.zeros(0, np.int64),
         scored=np.zeros(0, np.int64),
     )
-
-
-def check_advantages(group: TrajectoryGroup, advantages: Sequence[float]) -> None:
-    """Let only numbers through that float32 holds. Raises: GroupFault."""
-    for place, advantage in enumerate(advantages):
-        if not abs(advantage) <= LARGEST_FLOAT32:
-            story = f"advantage {place} of {len(advantages)} is {advantage}: not a finite float32"
-            raise GroupFault("non_finite", group, f"{story}; no weight was changed")
 
 
 def guard(pack: Pack, groups: Sequence[TrajectoryGroup], logprobs: Tensor, losses: Tensor) -> None:

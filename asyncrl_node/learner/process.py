@@ -29,6 +29,7 @@ from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault, Trainer
 from asyncrl_node.learner.clock import CauseClock
 from asyncrl_node.learner.courier import Courier
+from asyncrl_node.learner.losses.user_code import USER_FAULTS
 from asyncrl_node.learner.records import TrainedRecords, write_fault, write_samples
 from asyncrl_node.learner.watch import CollapseWatch
 from asyncrl_node.learner.weights import LearnerWeights
@@ -214,12 +215,18 @@ class LearnerProcess:
 
     @contextmanager
     def _set_aside(self, step: int) -> Iterator[None]:
-        """Write down the group that is to blame for a fault, while its slot is still there."""
+        """Write down the group that is to blame for a fault, while its slot is still there.
+
+        The fault of a user's own function says in which step.
+        """
         try:
             yield
-        except GroupFault as fault:
-            path = self._directory.rollouts / f"fault-step-{step:06d}.jsonl"
-            write_fault(path, step, fault.group, self._task, fault.story)
+        except RunFault as fault:
+            if isinstance(fault, GroupFault):
+                path = self._directory.rollouts / f"fault-step-{step:06d}.jsonl"
+                write_fault(path, step, fault.group, self._task, fault.story)
+            if fault.name in USER_FAULTS:
+                raise RunFault(fault.name, f"step {step}: {fault.story}") from fault
             raise
 
     def _pieces(self, step: int) -> Iterator[tuple[list[TrajectoryGroup], bool]]:

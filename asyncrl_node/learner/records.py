@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
+from asyncrl_node.learner.credit import turn_rewards_of
 from asyncrl_node.tasks.base import Task
 from asyncrl_node.transport.rows import RowFile
 
@@ -150,6 +151,11 @@ def _sample(step: int, group: TrajectoryGroup, number: int, task: Task) -> dict[
         "prompt": task.decode(tokens[:first].tolist()),
         "completion": task.decode(tokens[first:].tolist()),
         "versions": sorted(set(group.policy_versions[place][mask].tolist())),
+        **(
+            {"turn_rewards": [*map(_in_json, turn_rewards_of(group)[number])]}
+            if len(group.turn_rewards)
+            else {}
+        ),
     }
 
 

@@ -32,10 +32,10 @@ class StepSums:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
 
-    def add_rewards(self, rewards: list[float]) -> None:
-        """Count a group."""
+    def add_rewards(self, rewards: list[float], constant: bool) -> None:
+        """Count a group, and whether nothing tells its rollouts apart."""
         self.rewards += rewards
-        self.constant_groups += len(set(rewards)) == 1
+        self.constant_groups += constant
 
     def add_update(self, grad_norm: float, learning_rate: float) -> None:
         """Count an optimizer update."""

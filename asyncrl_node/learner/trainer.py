@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
 
@@ -58,11 +58,11 @@ from asyncrl_node.learner.batch import (
     Float32s,
     Pack,
     bare_pack,
-    check_advantages,
     collect,
     guard,
     make_pack,
 )
+from asyncrl_node.learner.credit import advantages_of, is_constant
 from asyncrl_node.learner.losses.aggregation import divisor
 from asyncrl_node.learner.losses.base import (
     LARGEST_LOG_RATIO,
@@ -71,12 +71,17 @@ from asyncrl_node.learner.losses.base import (
     needs_of,
 )
 from asyncrl_node.learner.losses.off_policy import m2po_limit
-from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
+from asyncrl_node.learner.losses.registry import (
+    LOSSES,
+    load_advantage,
+    load_loss,
+)
 from asyncrl_node.learner.losses.regularizers import reference_kl, regularise
-from asyncrl_node.learner.losses.settings import LossSettings
+from asyncrl_node.learner.losses.user_code import blaming
 from asyncrl_node.learner.parity import ParityGate
 from asyncrl_node.learner.reference import Model, Reference, last_hidden, score_pack
 from asyncrl_node.learner.step_sums import StepSums
+from asyncrl_node.loss_rules import effective, loss_settings
 from asyncrl_node.messages import WeightEntry
 
 OPTIMIZER_FORMAT = 1
@@ -129,6 +134,7 @@ class Trainer:
         """
         torch.manual_seed(seed)
         self._config = config
+        self._recipe = effective(config)
         self._model_dir = model_dir
         self._temperature = temperature
         self._device = torch.device(device)
@@ -153,12 +159,11 @@ class Trainer:
         self._version = 0
         self._token_loss = load_loss(config.loss)
         self._needs = needs_of(self._token_loss)
-        self._group_advantages = load_advantage(config.advantage)
-        self._settings = LossSettings(
-            **{name: getattr(config, name) for name in LossSettings.__dataclass_fields__}
-        )
+        self._group_advantages = load_advantage(self._recipe.advantage)
+        self._settings = loss_settings(config)
         regularised = config.entropy_coefficient != 0 or config.kl_coefficient != 0
-        self._always_backward = config.loss not in LOSSES or regularised
+        self._is_users_loss = self._recipe.loss not in LOSSES
+        self._always_backward = self._is_users_loss or regularised
         self._proximal: dict[int, Float32s] = {}
         self._limit: float | None = None
         self._sums = StepSums()
@@ -191,11 +196,13 @@ class Trainer:
 
         The groups' arrays must stay readable until `update`.
 
-        Raises: GroupFault for a reward, advantage, log-probability or loss that is not finite.
+        Raises: GroupFault for a reward, advantage, log-probability or loss that is not finite, and
+        RunFault for a user's function that fails.
         """
         self._version = policy_version
         for group in groups:
-            self._sums.add_rewards(group.rewards.tolist())
+            constant = is_constant(group, self._config.turn_credit, self._config.turn_discount)
+            self._sums.add_rewards(group.rewards.tolist(), constant)
         if "log_ratio_limit" in self._needs:
             self._limit = self._find_limit(groups)
         for pack, has_signal in self._packs(groups):
@@ -243,7 +250,8 @@ class Trainer:
         """Return the metrics of the step and start the next one.
 
         reward/trained_mean, _std        over all rollouts handed in, population std
-        reward/num_constant_groups       groups without a signal: all rewards equal
+        reward/num_constant_groups       groups without a signal: all rewards equal, or those of
+                                         the turns that are compared
         loss/mean, entropy/mean          per loss token, whatever the aggregation; entropy at the
                                          sampling temperature
         grad_norm                        before clipping, of the mean gradient; mean over updates
@@ -384,22 +392,18 @@ class Trainer:
         if not groups:
             return
         rollouts = collect(groups, [self._advantages(group) for group in groups], self._proximal)
-        signal = (rollouts.advantages != 0) | self._always_backward
+        signal = rollouts.has_advantage | self._always_backward
         for has_signal in (True, False):
             members = np.flatnonzero(signal == has_signal)
             lengths = rollouts.num_inputs[members].tolist()
             for places in pack_rollouts(lengths, self._config.micro_batch_tokens):
-                chosen, aggregation = members[list(places)], self._config.aggregation
+                chosen, aggregation = members[list(places)], self._recipe.aggregation
                 yield make_pack(rollouts, chosen, self._device, aggregation), has_signal
 
-    def _advantages(self, group: TrajectoryGroup) -> list[float]:
-        """Return the group's advantages. Raises: GroupFault where one is not finite."""
-        try:
-            advantages = list(self._group_advantages(group.rewards.tolist()))
-        except ValueError as error:
-            raise GroupFault("non_finite", group, f"{error}; no weight was changed") from error
-        check_advantages(group, advantages)
-        return advantages
+    def _advantages(self, group: TrajectoryGroup) -> Float32s:
+        """Advantages of the group's tokens. Raises: GroupFault where one is not finite."""
+        compare, config = self._group_advantages, self._config
+        return advantages_of(group, compare, config.turn_credit, config.turn_discount)
 
     def _run(
         self,
@@ -419,8 +423,14 @@ class Trainer:
             loss = self._loss(logprobs, entropies, reference, pack)
         guard(pack, groups, logprobs.detach(), loss.losses.detach())
         if has_signal:
-            torch.autograd.backward((loss.losses * pack.weights).sum())
+            with self._backward_blame():
+                torch.autograd.backward((loss.losses * pack.weights).sum())
         return loss, logprobs.detach(), entropies.detach()
+
+    def _backward_blame(self) -> AbstractContextManager[None]:
+        """Name a user's loss where its gradient cannot be taken."""
+        what = "the backward pass of "
+        return blaming(self._config.loss, what) if self._is_users_loss else nullcontext()
 
     def _compare(
         self, pack: Pack, logprobs: Tensor, same: Tensor, groups: Sequence[TrajectoryGroup]
@@ -458,11 +468,7 @@ class Trainer:
     def _loss(
         self, logprobs: Tensor, entropies: Tensor, reference: Tensor | None, pack: Pack
     ) -> TokenLoss:
-        """The configured loss of each of the pack's tokens.
-
-        Raises: RunFault for a user's loss that is not one number per token: a sum would be weighted
-        and summed once more.
-        """
+        """The configured loss of each of the pack's tokens."""
         proximal = None
         if "proximal_logprobs" in self._needs:
             moved = self._sums.num_updates > 0
@@ -480,12 +486,6 @@ class Trainer:
             log_ratio_limit=self._limit,
         )
         loss = self._token_loss(tokens, self._settings)
-        if loss.losses.shape != logprobs.shape:
-            shape, count = list(loss.losses.shape), len(logprobs)
-            story = f"{self._config.loss} returned losses of shape {shape} for {count} tokens"
-            raise RunFault(
-                "bad_loss", f"{story}: it must be [{count}], neither summed nor averaged"
-            )
         return regularise(
             loss,
             tokens,
@@ -515,7 +515,7 @@ class Trainer:
     def _divisor(self) -> float:
         """What the accumulated gradient is divided by."""
         return divisor(
-            self._config.aggregation,
+            self._recipe.aggregation,
             self._pending_tokens,
             self._pending_rollouts,
             self._config.horizon,

@@ -22,6 +22,7 @@ from typing import Any, assert_never
 
 import zmq.asyncio
 
+from asyncrl_node.core.advantages import compared_range
 from asyncrl_node.core.sampling import (
     AbandonGroup,
     AskForWork,
@@ -71,6 +72,7 @@ from asyncrl_node.sampler.rollouts import (
     RolloutLimits,
     RolloutRunner,
     build_group,
+    turn_rewards_of,
 )
 from asyncrl_node.sampler.weights import SamplerWeights, answer_canary
 from asyncrl_node.transport.channel import AsyncDealer, Peer, endpoint
@@ -321,6 +323,9 @@ class SamplerProcess:
             return
         summaries = [rollout.summary() for rollout in rollouts]
         rewards = [s.reward for s in summaries]
+        turns = turn_rewards_of(rollouts) or [[]]
+        learner = self._context.config.learner
+        low, high = compared_range(rewards, turns, learner.turn_credit, learner.turn_discount)
         started_s = self._started_s.pop((write.key.group_id, write.key.attempt))
         done = GroupCompleted(
             key=write.key,
@@ -331,8 +336,8 @@ class SamplerProcess:
             num_rollouts=len(rollouts),
             num_tokens=sum(s.num_tokens for s in summaries),
             reward_sum=sum(rewards),
-            reward_min=min(rewards),
-            reward_max=max(rewards),
+            reward_min=low,
+            reward_max=high,
             num_timeouts=sum(s.timed_out for s in summaries),
             num_dropped_samples=write.num_dropped_samples,
             seconds=time.monotonic() - started_s,

@@ -48,7 +48,10 @@ class Rollout:
         self.sampler_logprobs: list[float] = []
         self.policy_versions: list[int] = []
         self.on_older_kv: list[bool] = []
+        self.turn_ends: list[int] = []
         self.reward = 0.0
+        self.turn_rewards: tuple[float, ...] = ()
+        """One per turn, or none."""
         self.timed_out = False
 
     def add_prompt(self, tokens: list[int]) -> None:
@@ -70,6 +73,7 @@ class Rollout:
         self.on_older_kv += [
             oldest is not None and version > oldest for version in completion.policy_versions
         ]
+        self.turn_ends.append(len(self.tokens))
 
     def summary(self) -> RolloutSummary:
         """Summarize for the decisions."""
@@ -115,9 +119,10 @@ class RolloutRunner:
     ) -> Rollout:
         """Run one rollout to its end or to its time budget.
 
-        A rollout past the budget is cut off, graded as it stands and its reward clamped to at most
-        0. Raises: whatever the environment raises; EngineFailure; ValueError for a rollout that
-        sampled nothing or whose reward is not finite.
+        A rollout past the budget is cut off, graded as it stands and its rewards clamped to at most
+        0, those of its turns one by one. Raises: whatever the environment raises; EngineFailure;
+        ValueError for a rollout that sampled nothing, whose rewards are not finite, or that has
+        another number of turns than of turn rewards.
         """
         deadline_s = asyncio.get_running_loop().time() + self._limits.timeout_s
         rollout = Rollout()
@@ -126,9 +131,11 @@ class RolloutRunner:
         except _OutOfTime:
             outcome = await self._grade_cut_off(environment, rollout, [])
         if rollout.timed_out:
-            outcome = Outcome(min(0.0, outcome.reward))
+            clamped = tuple(min(0.0, reward) for reward in outcome.turn_rewards)
+            outcome = Outcome(min(0.0, outcome.reward), clamped)
         _check(rollout, outcome)
         rollout.reward = float(outcome.reward)
+        rollout.turn_rewards = tuple(map(float, outcome.turn_rewards))
         return rollout
 
     async def _turns(
@@ -152,6 +159,8 @@ class RolloutRunner:
             )
             rollout.add_completion(completion)
             if completion.finish_reason == "abort":
+                if not completion.tokens:
+                    rollout.turn_ends.pop()  # a turn that the environment never hears of
                 return await self._grade_cut_off(environment, rollout, completion.tokens)
             answer = await _within(deadline_s, environment.step(completion.tokens))
             if isinstance(answer, Outcome):
@@ -209,6 +218,24 @@ def _check(rollout: Rollout, outcome: Outcome) -> None:
         raise ValueError("the rollout ended before its first sampled token")
     if not np.isfinite(outcome.reward):
         raise ValueError(f"the reward is not finite: {outcome.reward}")
+    if not np.isfinite(outcome.turn_rewards).all():
+        raise ValueError(f"a turn's reward is not finite: {outcome.turn_rewards}")
+    given, turns = len(outcome.turn_rewards), len(rollout.turn_ends)
+    if given not in (0, turns):
+        raise ValueError(f"the environment rewarded {given} turns of {turns}")
+
+
+def turn_rewards_of(rollouts: list[Rollout]) -> list[list[float]]:
+    """Turn rewards of each rollout of a group; nothing at all where no rollout has any.
+
+    One that has none, beside others that do, earns its reward by its last turn.
+    """
+    if not any(rollout.turn_rewards for rollout in rollouts):
+        return []
+    return [
+        list(rollout.turn_rewards or [*[0.0] * (len(rollout.turn_ends) - 1), rollout.reward])
+        for rollout in rollouts
+    ]
 
 
 def build_group(
@@ -216,6 +243,13 @@ def build_group(
 ) -> TrajectoryGroup:
     """Lay rollouts back to back."""
     lengths = [len(rollout.tokens) for rollout in rollouts]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    turn_rewards = [reward for turns in turn_rewards_of(rollouts) for reward in turns]
+    turn_ends = [
+        start + end
+        for rollout, start in zip(rollouts, starts[:-1].tolist(), strict=True)
+        for end in rollout.turn_ends
+    ]
     return TrajectoryGroup(
         group_id=key.group_id,
         problem=problem,
@@ -227,6 +261,8 @@ def build_group(
         ),
         policy_versions=np.concatenate([np.asarray(r.policy_versions, np.int32) for r in rollouts]),
         on_older_kv=np.concatenate([np.asarray(r.on_older_kv, bool) for r in rollouts]),
-        rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        rollout_starts=starts,
         rewards=np.asarray([r.reward for r in rollouts], np.float32),
+        turn_ends=np.asarray(turn_ends if turn_rewards else [], np.int64),
+        turn_rewards=np.asarray(turn_rewards, np.float32),
     )

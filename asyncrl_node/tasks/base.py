@@ -14,9 +14,17 @@ Split = Literal["train", "eval"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The end of a rollout."""
+    """The end of a rollout.
+
+    An environment that knows which turn earned what may say so: then each turn is trained by its
+    own credit (core/advantages.py), and `reward` is what is reported. In a group where some
+    rollouts say nothing (one that was cut off, say), those earn their reward by their last turn.
+    """
 
     reward: float
+    turn_rewards: tuple[float, ...] = ()
+    """[K], what each turn of this rollout earned: one for each `step`, and one more for a turn that
+    was cut off, if `grade_partial` is given tokens of it. Empty: there is the reward alone."""
 
 
 class Environment(Protocol):
@@ -31,7 +39,7 @@ class Environment(Protocol):
         ...
 
     async def grade_partial(self, completion_tokens: list[int]) -> Outcome:
-        """Grade a turn that was cut off (time or length); the caller clamps the reward."""
+        """Grade a turn that was cut off (time or length); the caller clamps what is rewarded."""
         ...
 
 

@@ -33,7 +33,7 @@ from asyncrl_node.messages import GroupKey
 _ALIGN = 64
 _PREAMBLE = struct.Struct("<8sIIQ")
 _MAGIC = b"ARLSLOT\0"
-_FORMAT = 1
+_FORMAT = 2
 _MAX_HEADER_BYTES = 64 << 10
 
 _ARRAYS: tuple[tuple[str, str], ...] = (
@@ -44,6 +44,8 @@ _ARRAYS: tuple[tuple[str, str], ...] = (
     ("on_older_kv", "|b1"),
     ("rollout_starts", "<i8"),
     ("rewards", "<f4"),
+    ("turn_ends", "<i8"),
+    ("turn_rewards", "<f4"),
 )
 
 
@@ -73,13 +75,14 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def slot_bytes(group_size: int, max_rollout_tokens: int) -> int:
+def slot_bytes(group_size: int, max_rollout_tokens: int, max_turns: int = 1) -> int:
     """Bytes that the largest group can need.
 
     Per token: 4 for the token, 1 for the mask, 4 each for logprob and version, 1 for the KV mark.
+    Per turn: 8 for its end, 4 for its reward.
     """
     per_token = sum(np.dtype(dtype).itemsize for _, dtype in _ARRAYS[:5])
-    per_rollout = max_rollout_tokens * per_token + 8 + 4
+    per_rollout = max_rollout_tokens * per_token + max_turns * (8 + 4) + 8 + 4
     overhead = 4096 + _ALIGN * len(_ARRAYS)
     page = mmap.PAGESIZE
     return -(-(group_size * per_rollout + overhead) // page) * page

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_node.core.advantages import group_advantages, token_advantages, turn_advantages
+from asyncrl_node.core.advantages import compared_range, group_advantages, turn_advantages
 
 REWARDS = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16)
 ALL_KINDS = ["mean", "mean_std", "leave_one_out", "mean_normalised"]
@@ -106,6 +107,10 @@ QUARTERS = st.integers(-40, 40).map(lambda quarters: quarters / 4)
 TURNS = st.lists(st.lists(QUARTERS, min_size=0, max_size=4), min_size=1, max_size=6)
 
 
+def by(kind):
+    return partial(group_advantages, kind=kind)
+
+
 def turn_oracle(turn_rewards, kind, discount):
     """One turn of one rollout at a time, each return written out."""
 
@@ -127,20 +132,20 @@ def turn_oracle(turn_rewards, kind, discount):
 @given(TURNS, KINDS, st.sampled_from([0.0, 0.5, 1.0]))
 def test_turns_are_compared_with_the_same_turn_of_the_siblings(turn_rewards, kind, discount):
     turn_rewards = [list(rewards) for rewards in turn_rewards]
-    ours = turn_advantages(turn_rewards, kind, discount)
+    ours = turn_advantages(turn_rewards, by(kind), discount=discount)
     for mine, theirs in zip(ours, turn_oracle(turn_rewards, kind, discount), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-12, abs=1e-12)
 
 
 @given(REWARDS, KINDS)
 def test_one_turn_each_is_the_group_advantage(rewards, kind):
-    turns = turn_advantages([[reward] for reward in rewards], kind)
+    turns = turn_advantages([[reward] for reward in rewards], by(kind))
     assert [advantage for (advantage,) in turns] == group_advantages(rewards, kind)
 
 
 def test_credit_goes_to_the_turns_before_the_reward_and_to_none_after():
     late, early = [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]
-    assert turn_advantages([late, early, [0.0, 0.0]], "mean") == [
+    assert turn_advantages([late, early, [0.0, 0.0]], by("mean")) == [
         [pytest.approx(1 / 3), pytest.approx(2 / 3), 0.0],
         [pytest.approx(1 / 3), pytest.approx(-1 / 3), 0.0],
         [pytest.approx(-2 / 3), pytest.approx(-1 / 3)],
@@ -148,7 +153,13 @@ def test_credit_goes_to_the_turns_before_the_reward_and_to_none_after():
 
 
 def test_a_turn_that_one_rollout_reached_alone_moves_nothing():
-    assert turn_advantages([[0.0, 5.0], [1.0]], "mean") == [[2.0, 0.0], [-2.0]]
+    assert turn_advantages([[0.0, 5.0], [1.0]], by("mean")) == [[2.0, 0.0], [-2.0]]
+
+    def to_nobody(rewards):
+        assert len(rewards) > 1
+        return [1.0] * len(rewards)
+
+    assert turn_advantages([[0.0, 5.0], [1.0]], to_nobody) == [[1.0, 0.0], [1.0]]
 
 
 def test_rollouts_without_turns():
@@ -161,15 +172,26 @@ def test_a_turn_reward_that_is_not_finite_is_refused():
         turn_advantages([[0.0, 1.0], [float("nan")]])
 
 
-@given(st.lists(st.tuples(st.floats(-9, 9), st.integers(0, 4)), max_size=5))
-def test_a_turns_advantage_is_each_of_its_tokens(turns):
-    advantages = [advantage for advantage, _ in turns]
-    num_tokens = [count for _, count in turns]
-    tokens = token_advantages(advantages, num_tokens)
-    assert len(tokens) == sum(num_tokens)
-    assert tokens == [a for a, n in turns for a in [a] * n]
+@given(TURNS)
+def test_credit_as_given_is_left_alone(turn_rewards):
+    assert turn_advantages(turn_rewards, by("mean"), "as_given") == turn_rewards
 
 
-def test_as_many_advantages_as_turns():
-    with pytest.raises(ValueError, match="zip"):
-        token_advantages([1.0], [2, 3])
+@given(TURNS, st.sampled_from(["return_to_go", "as_given"]), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_range_is_a_point_exactly_where_every_advantage_is_zero(turn_rewards, credit, discount):
+    rewards = [float(place) for place in range(len(turn_rewards))]
+    low, high = compared_range(rewards, turn_rewards, credit, discount)
+    advantages = turn_advantages(turn_rewards, by("mean"), credit, discount)
+    if any(turn_rewards):
+        assert (low == high) == (not any(map(any, advantages)))
+    else:
+        assert (low, high) == (0.0, float(len(rewards) - 1))
+
+
+def test_a_range_of_rewards_where_turns_do_not_count():
+    turns = [[1.0, 0.0], [0.0, 1.0]]
+    assert compared_range([3.0, 1.0], turns, "off") == (1.0, 3.0)
+    assert compared_range([3.0, 1.0], []) == (1.0, 3.0)
+    assert compared_range([1.0, 1.0], turns) == (0.0, 1.0)
+    assert compared_range([1.0, 2.0], [[1.0, 0.0], [1.0, 0.0]]) == (1.0, 1.0)
+    assert compared_range([1.0, 1.0], [[1.0], [1.0]], "as_given") == (0.0, 1.0)

@@ -11,12 +11,15 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.learner.losses.base import LossInput, needs_of
 from asyncrl_node.learner.losses.corrections import correct_weights
 from asyncrl_node.learner.losses.off_policy import m2po_limit
-from asyncrl_node.learner.losses.registry import LOSSES, load_loss
+from asyncrl_node.learner.losses.registry import LOSSES, load_loss, loss_facts
 from asyncrl_node.learner.losses.settings import RECIPES, LossSettings
+from asyncrl_node.loss_rules import effective
+from asyncrl_node.loss_rules import loss_settings as settings_of
 from tests.learner import oracles
 from tests.learner.oracles import ORACLES, Case, random_case
 
@@ -373,11 +376,38 @@ def test_what_is_needed_and_missing_is_named(name):
         load_loss(name)(tokens, LossSettings())
 
 
-def test_recipes_are_known_losses_with_the_papers_numbers():
-    assert {recipe.loss for recipe in RECIPES.values()} <= set(LOSSES)
-    assert RECIPES["dapo"].settings.clip_high == 0.28
-    assert RECIPES["dapo"].aggregation == "token_mean"
-    assert (RECIPES["dr_grpo"].aggregation, RECIPES["dr_grpo"].advantage) == ("constant", "mean")
+@pytest.mark.parametrize(
+    ("name", "bounds", "aggregation", "advantage"),
+    [
+        ("grpo", (0.2, 0.2), "sequence_mean", "mean_std"),
+        ("dapo", (0.2, 0.28), "token_mean", "mean_std"),
+        ("dr_grpo", (0.2, 0.2), "constant", "mean"),
+    ],
+)
+def test_recipes_are_ppo_with_the_papers_numbers(name, bounds, aggregation, advantage):
+    assert load_loss(name) is load_loss("ppo")
+    assert loss_facts(name) == loss_facts("ppo")
+    chosen = effective(LearnerConfig(loss=name))
+    assert (chosen.clip_low, chosen.clip_high) == bounds
+    assert (chosen.aggregation, chosen.advantage) == (aggregation, advantage)
+    assert not set(RECIPES) & set(LOSSES)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_has_settings_of_its_own_and_a_runs_settings_win(name):
+    own = effective(LearnerConfig(loss=name))
+    assert (own.clip_low, own.clip_high) == LOSSES[name].clip == (0.2, 0.2)
+    assert (own.aggregation, own.advantage) == ("token_mean", "mean_std")
+    for loss in (name, "dr_grpo", "dapo", "mine.py:f"):
+        set_by_hand = LearnerConfig(
+            loss=loss, clip_low=0.0, clip_high=4e-4, aggregation="sequence_mean", advantage="mean"
+        )
+        recipe = effective(set_by_hand)
+        assert (recipe.clip_low, recipe.clip_high) == (0.0, 4e-4)
+        assert (recipe.aggregation, recipe.advantage) == ("sequence_mean", "mean")
+        numbers = settings_of(set_by_hand)
+        assert (numbers.clip_low, numbers.clip_high) == (0.0, 4e-4)
+        assert numbers == LossSettings(clip_low=0.0, clip_high=4e-4)
 
 
 # -- pieces of cases -----------------------------------------------------------------------------

@@ -19,11 +19,13 @@ import pytest
 import torch
 
 import asyncrl_node
+from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.advantages import group_advantages
 from asyncrl_node.learner.losses.aggregation import token_weights
 from asyncrl_node.learner.losses.registry import load_loss
 from asyncrl_node.learner.losses.regularizers import regularise
 from asyncrl_node.learner.losses.settings import LossSettings
+from asyncrl_node.loss_rules import effective, loss_settings
 from tests.learner.oracles import random_case
 from tests.optional_package import need_trl
 
@@ -156,6 +158,16 @@ def test_ppo_in_every_aggregation(compute_loss, case, loss_type, aggregation):
     settings = {"loss_type": loss_type, "epsilon_high": 0.28}
     assert_same(
         ours("ppo", case, chosen, aggregation), theirs(compute_loss, case, case.old, **settings)
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo"])
+def test_recipes_are_their_losses_of_the_same_name(compute_loss, case, name):
+    learner = LearnerConfig(loss=name)
+    aggregation, chosen = effective(learner).aggregation, loss_settings(learner)
+    settings = {"loss_type": name, "epsilon_high": 0.28 if name == "dapo" else 0.2}
+    assert_same(
+        ours(name, case, chosen, aggregation), theirs(compute_loss, case, case.old, **settings)
     )
 
 

@@ -85,7 +85,7 @@ def test_an_unlikely_token_may_be_off_by_more() -> None:
     gate = ParityGate(5e-5, 5e-5)
     gate.add(tokens, learner + far, learner, [1, 1])
     gate.check()
+    gate.add(tokens, learner + far, learner, [1, 1])
+    gate.add(tokens, learner + far.flip(0), learner, [2, 2])
     with pytest.raises(RunFault, match=r"worst: token 0 of group 2"):
-        gate.add(tokens, learner + far, learner, [1, 1])
-        gate.add(tokens, learner + far.flip(0), learner, [2, 2])
         gate.check()

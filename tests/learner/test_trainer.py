@@ -95,6 +95,8 @@ def make_group(group_id, masks, rewards, seed=0, version=VERSION):
         on_older_kv=np.zeros(len(mask), bool),
         rollout_starts=np.cumsum([0] + [len(rollout) for rollout in masks]),
         rewards=np.array(rewards, np.float32),
+        turn_ends=np.zeros(0, np.int64),
+        turn_rewards=np.zeros(0, np.float32),
     )
 
 
@@ -148,7 +150,7 @@ class Oracle:
     def _add(self, model, group, config, temperature, versions):
         rewards = group.rewards.astype(float)
         advantages = rewards - rewards.mean()
-        if config.advantage == "mean_std":
+        if config.advantage in (None, "mean_std"):
             advantages = advantages / (rewards.std() + 1e-4)
         for rollout, advantage in enumerate(advantages):
             place = slice(*group.rollout_starts[rollout : rollout + 2])
@@ -160,7 +162,7 @@ class Oracle:
                 log_ratio = scores[tokens[token]] - float(group.sampler_logprobs[place][token])
                 gain = log_ratio.exp() * advantage
                 if config.loss == "ppo":
-                    bounds = (1 - config.clip_low, 1 + config.clip_high)
+                    bounds = (0.8, 1.2)
                     gain = torch.minimum(gain, log_ratio.exp().clamp(*bounds) * advantage)
                 self.loss = self.loss - gain
                 self.log_ratios.append(float(log_ratio.detach()))

@@ -13,8 +13,9 @@ from asyncrl_node.learner.losses.aggregation import token_weights
 from asyncrl_node.learner.losses.base import LossInput
 from asyncrl_node.learner.losses.off_policy import m2po_limit
 from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
-from asyncrl_node.learner.losses.settings import LossSettings
+from asyncrl_node.learner.losses.settings import RECIPES
 from asyncrl_node.learner.trainer import Trainer
+from asyncrl_node.loss_rules import effective, loss_settings
 from tests.learner.test_trainer import (
     CONFIG,
     VERSION,
@@ -28,7 +29,7 @@ from tests.learner.test_trainer import (
 )
 
 __all__ = ["model_dir", "model_dirs"]
-LOSS = pytest.mark.parametrize("loss", sorted(LOSSES))
+LOSS = pytest.mark.parametrize("loss", sorted({*LOSSES, *RECIPES}))
 AGGREGATION = pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 
 
@@ -38,8 +39,11 @@ def config_of(**settings):
 
 def stale_groups(trainer, count=4, version=VERSION - 3):
     """Groups whose sampler is the trainer's own model, moved a little, `VERSION - version` ago."""
-    groups = [group._replace(policy_versions=group.policy_versions.copy())
-              for group in make_groups(count)]  # fmt: skip
+    return sampled_by(trainer, make_groups(count), version)
+
+
+def sampled_by(trainer, groups, version):
+    """Write into groups what the trainer's own model, moved a little, makes of their tokens."""
     for group in groups:
         group.policy_versions[group.loss_mask] = version
         noise = np.random.default_rng(group.group_id)
@@ -57,10 +61,11 @@ def by_hand(trainer, groups, config, proximal=None):
 
     `proximal` scores tokens by the weights at the start of the step; None: those in use.
     """
+    recipe, settings = effective(config), loss_settings(config)
     columns = {"new": [], "old": [], "advantage": [], "index": [], "anchor": []}
     lengths = []
     for group in groups:
-        advantages = load_advantage(config.advantage)(group.rewards.tolist())
+        advantages = load_advantage(recipe.advantage)(group.rewards.tolist())
         for rollout, advantage in enumerate(advantages):
             place = slice(*group.rollout_starts[rollout : rollout + 2])
             tokens, mask = (
@@ -79,9 +84,6 @@ def by_hand(trainer, groups, config, proximal=None):
             columns["advantage"].append(torch.full((len(scored),), float(advantage)))
             columns["index"].append(torch.full((len(scored),), len(lengths) - 1))
     new, old, advantage, index, anchor = (torch.cat(parts) for parts in columns.values())
-    settings = LossSettings(
-        **{name: getattr(config, name) for name in LossSettings.__dataclass_fields__}
-    )
     tokens = LossInput(
         logprobs=new,
         sampler_logprobs=old,
@@ -93,7 +95,7 @@ def by_hand(trainer, groups, config, proximal=None):
         proximal_logprobs=anchor,
         log_ratio_limit=m2po_limit((new - old).detach(), advantage, settings.m2_budget),
     )
-    shares = torch.tensor(token_weights(config.aggregation, lengths, config.horizon))
+    shares = torch.tensor(token_weights(recipe.aggregation, lengths, config.horizon))
     total = (load_loss(config.loss)(tokens, settings).losses * shares[index]).sum()
     names, parameters = zip(*trainer._model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))

@@ -254,3 +254,98 @@ def test_a_group_is_laid_out_back_to_back() -> None:
     assert group.tokens.dtype == np.int32
     assert (group.policy_versions[~group.loss_mask] == -1).all()
     assert (group.sampler_logprobs[~group.loss_mask] == 0).all()
+
+
+# -- turns that are rewarded ---------------------------------------------------------------------
+
+
+class PaidEnvironment(TurnEnvironment):
+    """Turn k earns k + 1; `spoil` changes what it says at the end."""
+
+    def __init__(
+        self, turns: int, spoil: Callable[[tuple[float, ...]], tuple[float, ...]] = lambda t: t
+    ) -> None:
+        super().__init__(turns, reward=9.0)
+        self.spoil = spoil
+
+    def paid(self) -> Outcome:
+        turns = tuple(float(turn + 1) for turn, tokens in enumerate(self.heard) if tokens)
+        return Outcome(self.reward, self.spoil(turns))
+
+    async def step(self, completion_tokens: list[int]) -> list[int] | Outcome:
+        answer = await super().step(completion_tokens)
+        return self.paid() if isinstance(answer, Outcome) else answer
+
+    async def grade_partial(self, completion_tokens: list[int]) -> Outcome:
+        await super().grade_partial(completion_tokens)
+        return self.paid()
+
+
+def test_each_turn_ends_where_its_last_token_lies_and_has_its_reward() -> None:
+    rollouts = [run(ScriptedEngine(), PaidEnvironment(turns)) for turns in (1, 3)]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=rollouts)
+    assert group.rewards.tolist() == [9.0, 9.0]
+    assert group.rollout_starts.tolist() == [0, 5, 18]
+    assert group.turn_ends.tolist() == [5, 10, 14, 18]
+    assert group.turn_rewards.tolist() == [1.0, 1.0, 2.0, 3.0]
+    assert group.loss_mask[group.turn_ends - 1].all()
+
+
+def test_a_rollout_that_says_nothing_of_its_turns_earns_its_reward_by_the_last() -> None:
+    rollouts = [
+        run(ScriptedEngine(), PaidEnvironment(1)),
+        run(ScriptedEngine(), TurnEnvironment(3)),
+    ]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=rollouts)
+    assert group.turn_rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_where_nobody_rewards_turns_there_are_none() -> None:
+    rollouts = [run(ScriptedEngine(), TurnEnvironment(turns)) for turns in (1, 3)]
+    group = build_group(GroupKey(4, 0), problem=8, epoch=1, rollouts=rollouts)
+    assert len(group.turn_ends) == len(group.turn_rewards) == 0
+
+
+@pytest.mark.parametrize("limits", [LIMITS, LIMITS._replace(max_tokens=6)])
+def test_turns_are_counted_where_a_rollout_ends_at_its_turns_or_tokens(
+    limits: RolloutLimits,
+) -> None:
+    rollout = run(ScriptedEngine(), PaidEnvironment(99), limits)
+    assert rollout.turn_rewards == tuple(range(1, len(rollout.turn_ends) + 1))
+    assert len(rollout.turn_ends) == (4 if limits is LIMITS else 1)
+
+
+class CuttingEngine(ScriptedEngine):
+    """At the deadline it has nothing of the turn yet."""
+
+    async def generate(
+        self, request: GenerateRequest, on_first_token: Callable[[int], None] | None = None
+    ) -> Completion:
+        answer = await super().generate(request, on_first_token)
+        return Completion([], [], [], "abort") if answer.finish_reason == "abort" else answer
+
+
+@pytest.mark.parametrize(("kind", "turns"), [(ScriptedEngine, 2), (CuttingEngine, 1)])
+def test_a_cut_off_rollout_has_every_turn_clamped(kind: type[ScriptedEngine], turns: int) -> None:
+    environment = PaidEnvironment(3, lambda paid: (*paid[:-1], paid[-1] - 7.0))
+    rollout = run(kind(hang_on=1), environment, LIMITS._replace(timeout_s=0.05))
+    assert rollout.timed_out
+    assert rollout.reward == 0.0
+    assert len(rollout.turn_ends) == turns
+    assert rollout.turn_rewards == ((0.0, -5.0) if turns == 2 else (-6.0,))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "story"),
+    [
+        (lambda turns: turns[1:], "the environment rewarded 1 turns of 2"),
+        (lambda turns: (*turns, 0.0), "the environment rewarded 3 turns of 2"),
+        (lambda turns: (turns[0], float("nan")), "a turn's reward is not finite"),
+        (lambda turns: (turns[0], float("-inf")), "a turn's reward is not finite"),
+    ],
+)
+def test_turn_rewards_that_cannot_be_used_are_refused(
+    spoil: Callable[[tuple[float, ...]], tuple[float, ...]], story: str
+) -> None:
+    with pytest.raises(ValueError, match=story):
+        run(ScriptedEngine(), PaidEnvironment(2, spoil))

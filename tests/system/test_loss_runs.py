@@ -117,6 +117,51 @@ def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
     assert int(match[1]) not in {row["group"] for row in trained(run_dir)}
 
 
+def test_a_loss_that_raises_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    """Case: a mistake that only stale tokens meet, in a helper of the user's file."""
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "from asyncrl_node.learner.losses.policy import ppo\n"
+        "def look_up(table, staleness):\n"
+        "    return table[staleness]\n"
+        "def fragile(tokens, settings):\n"
+        "    look_up({0: 1.0}, int(tokens.staleness.max()))\n"
+        "    return ppo(tokens, settings)\n"
+    )
+    run_dir = tmp_path / "run"
+    done = launch(run_dir, "--steps", "5", "--loss", f"{bad}:fragile", *SMALL, timeout_s=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    story = (
+        rf"user_code: learner: step (\d): {bad}:fragile raised KeyError: 1 "
+        rf"\(line 3 of {bad}, in look_up\); its traceback is in the learner's log"
+    )
+    match = re.search(story, done.stderr)
+    assert match is not None, done.stderr
+    assert "Traceback" not in done.stderr
+    log = (run_dir / "logs" / "learner.log").read_text()
+    assert "Traceback" in log
+    assert "return table[staleness]" in log
+    assert int(match[1]) not in {row["step"] for row in trained(run_dir)}
+
+
+def test_an_advantage_that_raises_is_set_aside_with_its_group(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def halves(rewards):\n    return [r / 0 for r in rewards]\n")
+    run_dir = tmp_path / "run"
+    mine = ("--learner.advantage", f"{bad}:halves")
+    done = launch(run_dir, "--steps", "5", *mine, *SMALL, timeout_s=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    story = (
+        r"user_code: learner: step 0: group (\d+) .*bad.py:halves raised ZeroDivisionError: .*"
+        r"\(line 2 of .*bad.py, in"
+    )
+    match = re.search(story, done.stderr)
+    assert match is not None, done.stderr
+    aside = rows(run_dir / "rollouts" / "fault-step-000000.jsonl")
+    assert {row["group"] for row in aside} == {int(match[1])}
+    assert trained(run_dir) == []
+
+
 def test_the_beginning_of_a_collapse_is_a_warning_with_the_cure(tmp_path: Path) -> None:
     """An unclipped loss at thirty times the learning rate, without a warm-up, two steps stale."""
     reckless = ("--loss", "importance_sampling", "--learning-rate", "0.01", "--steps", "8")
@@ -142,7 +187,7 @@ def test_what_is_known_of_a_loss_is_said(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loss.py").write_text("def shy(tokens, settings):\n    return tokens\n")
     assert any(said in note for note in loss_notes(parsed(*flags)))
-    for silent in ("ppo", "gspo", "a3po", "m2po"):
+    for silent in ("ppo", "a3po", "m2po", "grpo", "dr_grpo"):
         assert loss_notes(parsed("--loss", silent)) == []
     synchronous = parsed(*flags, "--pipeline-depth", "0", "--num-substeps", "2")
     assert loss_notes(synchronous) == []
@@ -154,3 +199,31 @@ def test_an_estimator_that_only_adds_noise_is_said() -> None:
     (note,) = loss_notes(parsed(*flags, "--learner.kl-weighted", "false"))
     assert "its gradient is zero in the mean" in note
     assert loss_notes(parsed(*flags[2:], "--learner.kl-weighted", "false")) == []
+
+
+def test_where_a_loss_is_not_quite_its_papers_a_note_says_so() -> None:
+    (note,) = loss_notes(parsed("--loss", "gspo"))
+    assert "clips the ratio of a rollout at 0.2 and 0.2, its paper at 3e-4 and 4e-4" in note
+    tight = ("--learner.clip-low", "3e-4", "--learner.clip-high", "4e-4")
+    assert loss_notes(parsed("--loss", "gspo", *tight)) == []
+    (note,) = loss_notes(parsed("--loss", "dapo"))
+    assert "also filters groups of constant reward" in note
+    assert loss_notes(parsed("--loss", "dapo", "--pacing.filter-constant-rewards")) == []
+
+
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo"])
+def test_a_recipe_trains_and_is_written_down_with_its_settings(tmp_path: Path, loss: str) -> None:
+    run_dir = tmp_path / "run"
+    done = launch(run_dir, "--loss", loss, "--steps", "2", *SMALL, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
+    assert all(row["grad_norm"] > 0 for row in train_rows(run_dir))
+    learner = read_config(run_dir / "config.toml").learner
+    settings = (learner.loss, learner.clip_high, learner.aggregation, learner.advantage)
+    assert (
+        settings
+        == {
+            "dapo": ("dapo", 0.28, "token_mean", "mean_std"),
+            "dr_grpo": ("dr_grpo", 0.2, "constant", "mean"),
+        }[loss]
+    )
+    assert learner.horizon == 10

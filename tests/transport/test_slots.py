@@ -31,6 +31,8 @@ ARRAYS = (
     "on_older_kv",
     "rollout_starts",
     "rewards",
+    "turn_ends",
+    "turn_rewards",
 )
 SHM = Path("/dev/shm")
 KEY = GroupKey(7, 0)
@@ -42,6 +44,7 @@ def make_group(lengths: list[int], seed: int = 0, group_id: int = 7) -> Trajecto
     random = np.random.default_rng(seed)
     total = sum(lengths)
     mask = random.random(total) < 0.7
+    turns = seed % 3 * len(lengths)
     return TrajectoryGroup(
         group_id=group_id,
         problem=int(random.integers(1 << 31)),
@@ -53,6 +56,8 @@ def make_group(lengths: list[int], seed: int = 0, group_id: int = 7) -> Trajecto
         on_older_kv=mask & (random.random(total) < 0.5),
         rollout_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         rewards=random.normal(size=len(lengths)).astype(np.float32),
+        turn_ends=np.sort(random.integers(0, total + 1, turns)),
+        turn_rewards=random.normal(size=turns).astype(np.float32),
     )
 
 
@@ -98,7 +103,7 @@ def shm() -> Iterator[Path]:
 @settings(max_examples=60)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=9), seed=st.integers(0, 999))
 def test_round_trip_of_ragged_groups(shared: Path, lengths: list[int], seed: int) -> None:
-    slots = SlotFolder(shared, "arl-test", slot_bytes(len(lengths), max(1, *lengths, 0)))
+    slots = SlotFolder(shared, "arl-test", slot_bytes(len(lengths), max(1, *lengths, 0), 2))
     group = make_group(lengths, seed, next(_numbers))
     key = GroupKey(group.group_id, 3)
     slots.reserve(key)
@@ -109,7 +114,7 @@ def test_round_trip_of_ragged_groups(shared: Path, lengths: list[int], seed: int
 
 
 def test_arrays_are_read_only_views_of_the_slot_itself(slots: SlotFolder) -> None:
-    group = make_group([5, 9, 2])
+    group = make_group([5, 9, 2], seed=1)
     slots.reserve(KEY)
     read = slots.read_group(KEY, *slots.write_group(KEY, group))
     memories = [memory_of(getattr(read, name)) for name in ARRAYS]
@@ -223,8 +228,14 @@ def test_a_writer_caught_in_the_middle_writes_into_memory_that_nobody_reads(
 @settings(max_examples=40)
 @given(group_size=st.integers(1, 24), tokens=st.integers(1, 400))
 def test_slot_bytes_holds_the_largest_group(shared: Path, group_size: int, tokens: int) -> None:
-    slots = SlotFolder(shared, "arl-test", slot_bytes(group_size, tokens))
-    group = make_group([tokens] * group_size)._replace(problem=(1 << 63) - 1, epoch=(1 << 63) - 1)
+    turns = group_size * tokens
+    slots = SlotFolder(shared, "arl-test", slot_bytes(group_size, tokens, tokens))
+    group = make_group([tokens] * group_size)._replace(
+        problem=(1 << 63) - 1,
+        epoch=(1 << 63) - 1,
+        turn_ends=np.arange(1, turns + 1),
+        turn_rewards=np.ones(turns, np.float32),
+    )
     key = GroupKey((1 << 62) + next(_numbers), (1 << 63) - 1)
     slots.reserve(key)
     num_bytes, _ = slots.write_group(key, group)
@@ -295,7 +306,7 @@ def forge(slots: SlotFolder, header: bytes, header_bytes: int | None = None) -> 
     """Write a slot by hand, with a checksum that fits; return (bytes, checksum)."""
     total = slots.slot_bytes - 64
     count = len(header) if header_bytes is None else header_bytes
-    preamble = struct.pack("<8sIIQ", b"ARLSLOT\0", 1, count, total)
+    preamble = struct.pack("<8sIIQ", b"ARLSLOT\0", 2, count, total)
     content = (preamble.ljust(64, b"\0") + header).ljust(total, b"\0")[:total]
     slots.path(KEY).write_bytes(content.ljust(slots.slot_bytes, b"\0"))
     return total, xxhash.xxh3_64_intdigest(content)
@@ -303,7 +314,7 @@ def forge(slots: SlotFolder, header: bytes, header_bytes: int | None = None) -> 
 
 def honest_places() -> list[ArrayPlace]:
     lengths = {"rollout_starts": 2, "rewards": 1}
-    dtypes = ("<i4", "|b1", "<f4", "<i4", "|b1", "<i8", "<f4")
+    dtypes = ("<i4", "|b1", "<f4", "<i4", "|b1", "<i8", "<f4", "<i8", "<f4")
     return [
         ArrayPlace(name, dtype, lengths.get(name, 4), 1024 + 64 * number)
         for number, (name, dtype) in enumerate(zip(ARRAYS, dtypes, strict=True))

@@ -68,8 +68,11 @@ def gspo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     Zheng et al. 2025 (GSPO, arXiv:2507.18071), in the form of its section 4.3 (GSPO-token):
     value s for each token, gradient through that token alone. Where A is constant in a rollout it
     has the value and the gradient of the sequence form, and it stays right where A is not. Means
-    vary less than tokens, so the paper clips at 3e-4 and 4e-4. Reads clip_low, clip_high and
-    dual_clip.
+    vary less than tokens, so the paper clips at 3e-4 and 4e-4. Here the default is 0.2 and 0.2, as
+    for every loss, because nothing measured speaks for less on short answers: on the demo's task
+    (60 steps, learning rate 3e-4) held-out reward ended, at 0.2 and at the paper's bounds, at depth
+    1 at .90 and .90 (seed 0), .80 and .89 (seed 1), at depth 8 at .90 and .85 (seed 0); clipped
+    tokens were below 2 % and 18 to 56 %. That is no ordering. Reads clip_low, clip_high, dual_clip.
     """
     to_sampler = importance_ratios(tokens.logprobs.detach(), tokens.sampler_logprobs)
     log_ratios = (tokens.logprobs - tokens.sampler_logprobs).detach()

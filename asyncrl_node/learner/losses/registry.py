@@ -19,17 +19,19 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from math import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from asyncrl_node.core.advantages import AdvantageKind, GroupAdvantage, group_advantages
 from asyncrl_node.errors import ConfigError
+from asyncrl_node.learner.losses.settings import RECIPES, Recipe
+from asyncrl_node.learner.losses.user_code import blaming, check_advantages, check_loss
 
 if TYPE_CHECKING:
-    from asyncrl_node.learner.losses.base import Loss, Need
+    from asyncrl_node.learner.losses.base import Loss, LossInput, Need, TokenLoss
+    from asyncrl_node.learner.losses.settings import LossSettings
 
 
 class LossFacts(NamedTuple):
@@ -42,6 +44,9 @@ class LossFacts(NamedTuple):
     down; None: nobody said."""
     needs: frozenset[Need] = frozenset()
     """As @needs has it."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """clip_low and clip_high where a run sets none. gspo's are not its paper's 3e-4 and 4e-4:
+    policy.py says why."""
 
 
 LOSSES = {
@@ -58,6 +63,14 @@ LOSSES = {
 """decoupled_ppo's trust region is around the proximal policy, not around the sampler."""
 
 
+def recipe_of(spec: str) -> Recipe:
+    """Say which function a name stands for, and with which settings where a run sets none."""
+    if spec in RECIPES:
+        return RECIPES[spec]
+    low, high = LOSSES[spec].clip if spec in LOSSES else LossFacts().clip
+    return Recipe(spec, clip_low=low, clip_high=high)
+
+
 def loss_facts(spec: str, key: str = "learner.loss") -> LossFacts:
     """Check a loss and say what is known of it; imports no torch unless the user's file does.
 
@@ -65,8 +78,8 @@ def loss_facts(spec: str, key: str = "learner.loss") -> LossFacts:
 
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
-    if spec in LOSSES:
-        return LOSSES[spec]
+    if recipe_of(spec).loss in LOSSES:
+        return LOSSES[recipe_of(spec).loss]
     loss = load_loss(spec, key)
     return LossFacts("", getattr(loss, "two_sided", None), getattr(loss, "needs", frozenset()))
 
@@ -80,34 +93,46 @@ def absolute(spec: str) -> str:
 def load_loss(spec: str, key: str = "learner.loss") -> Loss:
     """Find a loss by name or as `path/to/file.py:function`.
 
+    A user's function comes with its guard: it raises RunFault and nothing else (user_code.py).
+
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
-    if spec in LOSSES:
-        module = importlib.import_module(f"{__package__}.{LOSSES[spec].module}")
-        return cast("Loss", getattr(module, spec))
-    return cast("Loss", _load_function(spec, key, sorted(LOSSES), ("tokens", "settings")))
+    name = recipe_of(spec).loss
+    if name in LOSSES:
+        module = importlib.import_module(f"{__package__}.{LOSSES[name].module}")
+        return cast("Loss", getattr(module, name))
+    function = _load_function(spec, key, sorted({*LOSSES, *RECIPES}), ("tokens", "settings"))
+
+    @wraps(function)  # with what it says of itself
+    def guarded(tokens: LossInput, settings: LossSettings) -> TokenLoss:
+        with blaming(spec):
+            result = function(tokens, settings)
+        check_loss(spec, result, tokens)
+        return cast("TokenLoss", result)
+
+    return guarded
 
 
 def load_advantage(spec: str, key: str = "learner.advantage") -> GroupAdvantage:
     """Find an advantage by name or as `path/to/file.py:function`.
 
-    The function returned raises ValueError where a user's function does not return one finite
-    number per reward.
+    A user's function comes with its guard: it raises RunFault and nothing else (user_code.py).
 
     Raises: ConfigError for an unknown name, or a file or function that cannot be used.
     """
     kinds = get_args(AdvantageKind)
     if spec in kinds:
         return partial(group_advantages, kind=cast(AdvantageKind, spec))
-    function = cast(GroupAdvantage, _load_function(spec, key, kinds, ("rewards",)))
+    function = _load_function(spec, key, kinds, ("rewards",))
 
-    def checked(rewards: Sequence[float]) -> list[float]:
-        advantages = list(map(float, function(rewards)))
-        if len(advantages) != len(rewards) or not all(map(isfinite, advantages)):
-            raise ValueError(f"{spec} returned {advantages} for {len(rewards)} rewards")
-        return advantages
+    def guarded(rewards: Sequence[float]) -> list[float]:
+        with blaming(spec):
+            result = function(rewards)
+            if isinstance(result, Iterator):  # a generator has not run yet
+                result = list(result)
+        return check_advantages(spec, result, len(rewards))
 
-    return checked
+    return guarded
 
 
 def _load_function(

@@ -35,23 +35,25 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A method of the literature that is a loss with settings."""
+    """A loss with the settings that are its own where a run sets none."""
 
     loss: str
-    settings: LossSettings
-    aggregation: Aggregation
-    advantage: AdvantageKind
+    """Name of the function."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Aggregation = "token_mean"
+    advantage: AdvantageKind = "mean_std"
 
 
-_GSPO = LossSettings(clip_low=3e-4, clip_high=4e-4)
-_ICEPOP = LossSettings(weight_correction="mask", weight_low=0.5, weight_high=5.0)
 RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe("ppo", LossSettings(), "sequence_mean", "mean_std"),
-    "dapo": Recipe("ppo", LossSettings(clip_high=0.28), "token_mean", "mean_std"),
-    "dr_grpo": Recipe("ppo", LossSettings(), "constant", "mean"),
-    "gspo": Recipe("gspo", _GSPO, "sequence_mean", "mean_std"),
-    "m2po": Recipe("m2po", LossSettings(clip_low=0.3, clip_high=0.5), "token_mean", "mean_std"),
-    "tis": Recipe("decoupled_ppo", LossSettings(weight_high=2.0), "token_mean", "mean_std"),
-    "icepop": Recipe("decoupled_ppo", _ICEPOP, "token_mean", "mean_std"),
+    "grpo": Recipe("ppo", aggregation="sequence_mean"),
+    "dapo": Recipe("ppo", clip_high=0.28),
+    "dr_grpo": Recipe("ppo", aggregation="constant", advantage="mean"),
 }
-"""Each paper's loss, bounds, aggregation and advantage; dapo also filters constant groups."""
+"""Methods of the literature that are ppo with settings, by the name of --loss.
+
+grpo     Shao et al. 2024, arXiv:2402.03300: each rollout counts the same
+dapo     Yu et al. 2025, arXiv:2503.14476: clip-higher, each token counts the same; it also filters
+         constant groups, which is pacing.filter_constant_rewards
+dr_grpo  Liu et al. 2025, arXiv:2503.20783: neither lengths nor the spread of rewards weigh
+"""
