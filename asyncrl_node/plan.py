@@ -20,7 +20,7 @@ import msgspec
 from asyncrl_node.config import Config
 from asyncrl_node.core.pacing import PacingRule
 from asyncrl_node.engines.fake_engine import read_latencies
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL
+from asyncrl_node.engines.vllm_start import CPU_INSTALL
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.gpu_plan import (
     Ask,

@@ -25,7 +25,8 @@ def make_engine(config: Config, task: Task) -> Engine:
             max_context=max_rollout_tokens(config, task),
             device="cuda" if config.gpus else "cpu",
         )
-    from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+    from asyncrl_node.engines.vllm_engine import VllmEngine
+    from asyncrl_node.engines.vllm_start import VllmSettings
 
     return VllmEngine(
         model_folder(config),

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl_node.core.memory import kv_bytes_per_token
 from asyncrl_node.core.placement import Split, Workload, recompute_price, speed_of
-from asyncrl_node.engines.vllm_engine import vllm_environment
+from asyncrl_node.engines.vllm_start import vllm_environment
 from asyncrl_node.errors import RunFault
 from perf.gpu_checks.models import memory_shape, write_random_model
 from perf.gpu_checks.outcome import Outcome, Session, judge

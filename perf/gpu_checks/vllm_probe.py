@@ -27,7 +27,8 @@ import msgspec
 from asyncrl_node.config import Config, LearnerConfig
 from asyncrl_node.engines.base import GenerateRequest
 from asyncrl_node.engines.cuda_flat import gpu_handle
-from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+from asyncrl_node.engines.vllm_engine import VllmEngine
+from asyncrl_node.engines.vllm_start import VllmSettings
 from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import WeightsManifest
 from asyncrl_node.run_directory import SHM_FOLDER
