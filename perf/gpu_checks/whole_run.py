@@ -4,7 +4,7 @@
     scheduler, learner (torch, cuda:0), sampler (torch engine, the same card)      child.py
 
 The program itself gives each process a card of its own; this puts two on one, told by the UUID that
-both are given. Waits: for the scheduler's report, ended by a child that exits or by the clock.
+both are given. Waits: for the scheduler's report and for its end, ended by a child that exits or by the clock.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from perf.gpu_checks.outcome import Outcome, Session, judge
 ROOT = Path(__file__).resolve().parents[2]
 TASK = f"{Path(__file__).with_name('even_tokens.py')}:EvenTokens"
 _WITHIN_S = 150.0
+_END_WITHIN_S = 15.0
 _STOOD_STILL = re.compile(r"version (\d+): stood still for ([0-9.]+) s")
 
 
@@ -100,7 +101,10 @@ def _run_processes(directory: RunDirectory, runtime: Runtime, uuid: str | None) 
         scheduler.send(LauncherHello())
         for name in ("scheduler", "learner", "sampler-0"):
             children[name] = _start(name, directory, uuid)
-        return _wait(scheduler, children, directory)
+        warnings = _wait(scheduler, children, directory)
+        for name in ("learner", "scheduler"):  # which write their last records as they end
+            children[name].wait(_END_WITHIN_S)
+        return warnings
     finally:
         for child in children.values():
             child.kill()
