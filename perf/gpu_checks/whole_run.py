@@ -4,8 +4,8 @@
     scheduler, learner (torch, cuda:0), sampler (torch engine, the same card)      child.py
 
 The program itself gives each process a card of its own; this puts two on one, told by the UUID that
-both are given. Waits: for the scheduler's report and for its end; ended by a child that exits, or by
-the clock.
+both are given. Waits: for the scheduler's report and for its end; ended by a child that exits, or
+by the clock.
 """
 
 from __future__ import annotations
