@@ -465,7 +465,7 @@ def test_a_whole_run_is_verified(session: Session) -> None:
     )
     assert found.breaches == []
     assert found.num_trained == 3 * 4
-    assert len(found.stalls_s) == 3
+    assert 1 <= len(found.stalls_s) <= 3  # the run may end before the last version has arrived
     assert all(stall_s > 0 for stall_s in found.stalls_s)
 
 
