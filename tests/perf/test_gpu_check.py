@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -199,6 +200,10 @@ def test_stand_ins_do_what_the_real_packages_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(config_file.tomli_w, "dumps", stand_ins.dumps)
     text = config_file.encode_config(config).decode()
     assert config_file.build_config(tomllib.loads(text)) == config
+    began_s = stand_ins.Process().create_time()
+    assert began_s == pytest.approx(psutil.Process().create_time(), abs=0.9), "or we are swept"
+    with pytest.raises(ProcessLookupError):
+        stand_ins.Process(2**22 + 1).create_time()
     piecewise = stand_ins.Crc()
     piecewise.update(memoryview(b"weights, "))
     piecewise.update(memoryview(b"more"))
