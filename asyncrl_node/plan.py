@@ -21,7 +21,7 @@ from asyncrl_node.config import Config
 from asyncrl_node.core.pacing import PacingRule
 from asyncrl_node.dtype_rules import ITEM_BYTES, dtype_of, settled_dtype
 from asyncrl_node.engines.fake_engine import read_latencies
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL
+from asyncrl_node.engines.vllm_start import CPU_INSTALL
 from asyncrl_node.errors import ConfigError
 from asyncrl_node.gpu_plan import (
     Ask,

@@ -19,7 +19,7 @@ import zmq
 from asyncrl_node.cli import parse_command_line
 from asyncrl_node.config import Config
 from asyncrl_node.config_file import encode_config
-from asyncrl_node.engines.vllm_engine import vllm_environment
+from asyncrl_node.engines.vllm_start import vllm_environment
 from asyncrl_node.errors import (
     EXIT_INTERRUPTED,
     EXIT_RUN_FAULT,

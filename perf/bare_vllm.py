@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from asyncrl_node.config import Config, PacingConfig, SamplingConfig  # noqa: E402
 from asyncrl_node.core.order import mix, rollout_seed  # noqa: E402
 from asyncrl_node.engines.torch_model import ModelConfig  # noqa: E402
-from asyncrl_node.engines.vllm_engine import vllm_environment  # noqa: E402
+from asyncrl_node.engines.vllm_start import vllm_environment  # noqa: E402
 from perf.random_prompts import MOST_PROMPT, RandomPrompts  # noqa: E402
 from perf.sampler_rig import (  # noqa: E402
     HUNDRED_MILLION,
@@ -113,7 +113,7 @@ class Bare:
 
 
 def run_bare(folder: Path, num_rows: int, num_new: int) -> None:
-    """Be the child of `Bare`. The settings are those of vllm_engine.py, word for word."""
+    """Be the child of `Bare`. The settings are those of vllm_start.py, word for word."""
     out = sys.stdout
     sys.stdout = sys.stderr  # vLLM prints
     from vllm import LLM, SamplingParams

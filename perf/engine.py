@@ -42,14 +42,15 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl_node.core.layout import layout_weights  # noqa: E402
 from asyncrl_node.engines.base import Completion, GenerateRequest  # noqa: E402
-from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens  # noqa: E402
+from asyncrl_node.engines.drawing import sample_tokens  # noqa: E402
+from asyncrl_node.engines.torch_engine import TorchEngine  # noqa: E402
 from asyncrl_node.engines.torch_model import (  # noqa: E402
     ModelConfig,
     Rope,
     TorchModel,
     parameter_shapes,
 )
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL  # noqa: E402
+from asyncrl_node.engines.vllm_start import CPU_INSTALL  # noqa: E402
 from asyncrl_node.messages import WeightEntry  # noqa: E402
 from perf import bare_vllm  # noqa: E402
 

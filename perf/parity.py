@@ -52,7 +52,8 @@ def make_engine(name: str, folder: Path, dtype: DType) -> Engine:
         from asyncrl_node.engines.torch_engine import TorchEngine
 
         return TorchEngine(folder, ROWS, CONTEXT, dtype=getattr(torch, dtype))
-    from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings, vllm_environment
+    from asyncrl_node.engines.vllm_engine import VllmEngine
+    from asyncrl_node.engines.vllm_start import VllmSettings, vllm_environment
 
     os.environ.update(vllm_environment(cpu=True, core=-1))
     settings = VllmSettings(max_rows=ROWS, max_context=CONTEXT, cpu=True, dtype=dtype)

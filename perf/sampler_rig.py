@@ -42,7 +42,7 @@ from asyncrl_node.core.publishing import (
 )
 from asyncrl_node.core.transport import TransportTerms
 from asyncrl_node.engines.torch_model import ModelConfig, parameter_shapes
-from asyncrl_node.engines.vllm_engine import vllm_environment
+from asyncrl_node.engines.vllm_start import vllm_environment
 from asyncrl_node.learner.courier import Courier
 from asyncrl_node.learner.process import copies_at_once
 from asyncrl_node.learner.weights import LearnerWeights

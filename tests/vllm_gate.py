@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl_node.engines.vllm_engine import CPU_INSTALL
+from asyncrl_node.engines.vllm_start import CPU_INSTALL
 from tests.optional_package import need_package
 
 

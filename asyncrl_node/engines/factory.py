@@ -29,7 +29,8 @@ def make_engine(config: Config, task: Task) -> Engine:
             device="cuda" if config.gpus else "cpu",
             dtype=getattr(torch, dtype_of(config)),
         )
-    from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+    from asyncrl_node.engines.vllm_engine import VllmEngine
+    from asyncrl_node.engines.vllm_start import VllmSettings
 
     return VllmEngine(
         model_folder(config),

@@ -12,11 +12,6 @@ cache, without a gather, and the rows of a wave are a suffix.
 A weight swap makes every cached key stale. It puts the running sequences back at the head of the
 queue; the next step admits them like any other, and their "prompt" is all they have so far. There
 is no second path for recomputation, and no forward pass sees two versions.
-
-Sampling inverts the cumulative distribution at one uniform number per token, a pure function of
-(seed, position of the token). It does not depend on the batch; the logits do, by rounding (about
-1e-7 in float32: the matrix kernels choose their order of summation by the number of rows). So two
-runs in different company give the same tokens unless a uniform number falls into such a gap.
 """
 
 from __future__ import annotations
@@ -29,7 +24,6 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +36,7 @@ from asyncrl_node.engines.base import (
     GenerateRequest,
     InProcessLoader,
 )
+from asyncrl_node.engines.drawing import sample_tokens, uniforms
 from asyncrl_node.engines.torch_model import ModelConfig, Rope, TorchModel, read_model_config
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry
@@ -51,8 +46,6 @@ MAX_PREFILL_TOKENS = 8192
 
 _SHORTEST_ATTENTION = 16
 """Decoding attends to this many positions at least: softmax on a CPU is 8 x slower below."""
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 OnDone = Callable[[Completion], None]
 OnFirstToken = Callable[[int], None]
@@ -212,7 +205,9 @@ class _Rows:
         end = first + len(sequences)
         temperatures = [sequence.request.temperature for sequence in sequences]
         lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
-        numbers = torch.from_numpy(_uniforms(sequences))
+        seeds = [sequence.request.seed for sequence in sequences]
+        most = max(sequence.limit for sequence in sequences) - 1
+        numbers = torch.from_numpy(uniforms(seeds, most))
         self.positions[first:end] = lengths.to(self._device) - 1
         self._uniforms[first:end, : numbers.shape[1]] = numbers.to(self._device)
         self._temperatures[first:end, 0] = torch.tensor(temperatures, device=self._device)
@@ -225,8 +220,8 @@ class _Rows:
         if self._are_tempered:
             logits /= self._temperatures[:num]
         positions = self.positions[:num]
-        uniforms = self._uniforms[:num].gather(1, positions.unsqueeze(1))
-        tokens, logprobs = (drawn.view(-1) for drawn in sample_tokens(logits, uniforms))
+        numbers = self._uniforms[:num].gather(1, positions.unsqueeze(1))
+        tokens, logprobs = (drawn.view(-1) for drawn in sample_tokens(logits, numbers))
         self.tokens[:num].copy_(tokens)
         positions += 1
         return tokens.tolist(), logprobs.tolist()
@@ -327,40 +322,6 @@ def attend_causally(qkv: Tensor, num_kv: int) -> Tensor:
         queries, keys, values, is_causal=True, enable_gqa=num_queries != num_kv
     )
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def sample_tokens(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative distribution; return tokens [n, 1] int64 and logprobs [n, 1] float32.
-
-    logits    [n, vocabulary] float32, already divided by the temperature
-    uniforms  [n, 1] float64, at most 1 - 2**-52
-
-    The sum runs in float64, and `uniforms` is scaled by its last term, so a product never reaches
-    that term: the token picked exists and has a probability above zero.
-    """
-    logprobs = logits.log_softmax(-1)
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    tokens.clamp_(max=logits.shape[1] - 1)  # only NaN gets there; its logprob is refused
-    return tokens, logprobs.gather(1, tokens)
-
-
-def _mixed(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Finalise a Weyl sequence: SplitMix64 (Steele, Lea, Flood 2014)."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
-
-
-def _uniforms(sequences: list[_Sequence]) -> npt.NDArray[np.float64]:
-    """Give each position the number that samples the token after it, in [0, 1 - 2**-52].
-
-    [sequences, longest limit - 1]
-    """
-    seeds = np.array([sequence.request.seed % 2**64 for sequence in sequences], np.uint64)
-    positions = np.arange(max(sequence.limit for sequence in sequences) - 1, dtype=np.uint64)
-    streams = _mixed(seeds + _GAMMA)[:, None] + positions * _GAMMA
-    return (_mixed(streams) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 class TorchEngine(Engine, InProcessLoader):

@@ -74,7 +74,8 @@ class Scale(NamedTuple):
     learner_models: tuple[tuple[str, float], ...] = (("0.6B", 0.18), ("1.7B", 0.28))
     """Model, least MFU in bf16."""
     rollout_tokens: int = 1024
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 16_384
+    """Of one pass: twice that would not fit, because nothing is recomputed."""
     parity: tuple[str, int, int] = ("0.6B", 32, 64)
     """Model, requests, tokens of each."""
     run_model: str = "0.6B"

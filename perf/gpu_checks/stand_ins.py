@@ -4,8 +4,8 @@ The checks promise to need torch, numpy, pyzmq, msgspec and transformers only; t
 few more. A package that is there is never replaced.
 
 xxhash        a CRC: any hash will do to compare two ends of one run, and both take this one
-psutil        no start times: nothing here asks whether an old run's owner still lives. Only lent
-              to the one module that asks: transformers looks whether there is a psutil
+psutil        when a process began: launchers beside us sweep what belongs to none that lives. Only
+              lent to the one module that asks: transformers looks whether there is a psutil
 setproctitle  nothing: processes keep their names
 tomli_w       what tomllib reads back, of the few types that a configuration has
 """
@@ -20,6 +20,7 @@ import sys
 import types
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -45,8 +46,14 @@ class Process:
         self.pid = pid or os.getpid()
 
     def create_time(self) -> float:
-        """Return the same for every process."""
-        return 0.0
+        """Return when it began, in seconds since the epoch. Raises: ProcessLookupError."""
+        try:
+            words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError as error:
+            raise ProcessLookupError(self.pid) from error
+        lines = Path("/proc/stat").read_text().splitlines()
+        booted_s = next(float(line.split()[1]) for line in lines if line.startswith("btime "))
+        return booted_s + int(words[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def dumps(table: Mapping[str, Any], prefix: str = "") -> str:

@@ -13,15 +13,15 @@ import msgspec
 
 from asyncrl_node.core.memory import kv_bytes_per_token
 from asyncrl_node.core.placement import Split, Workload, recompute_price, speed_of
-from asyncrl_node.engines.vllm_engine import vllm_environment
+from asyncrl_node.dtype_rules import DEFAULT_LIMITS, DType
+from asyncrl_node.engines.vllm_start import vllm_environment
 from asyncrl_node.errors import RunFault
+from perf.gpu_checks.learner import DTYPES
 from perf.gpu_checks.models import memory_shape, write_random_model
-from perf.gpu_checks.outcome import Outcome, Session, judge
+from perf.gpu_checks.outcome import Outcome, Session, judge, judge_bytes
 from perf.gpu_checks.vllm_probe import Found, Order
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 5e-5
-"""Of a log-probability, in float32: learner.parity_limit."""
 _WITHIN_S = 240.0
 
 
@@ -45,21 +45,25 @@ def probe(order: Order) -> Found:
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
 
 
-def probe_model(session: Session, size: str, tensor_parallel: int = 1) -> Found:
+def probe_model(
+    session: Session, size: str, dtype: DType = "float32", tensor_parallel: int = 1
+) -> Found:
     """Compare vLLM with the learner on one model."""
     model_dir = write_random_model(size, session.folder, session.on)
-    order = Order("exact", str(model_dir), session.on, tensor_parallel)  # type: ignore[arg-type]
+    order = Order("exact", str(model_dir), session.on, dtype, tensor_parallel)  # type: ignore[arg-type]
     if session.on == "cuda":
         order.kv_cache_bytes = 1 << 30
     return probe(order)
 
 
-def judge_exact(found: dict[str, Found]) -> Outcome:
+def judge_exact(found: dict[str, Found], dtype: DType = "float32") -> Outcome:
     """Both versions are the learner's, token by token, and the second is another than the first."""
     values, passed = [], True
+    limit = DEFAULT_LIMITS[dtype].parity
+    assert limit is not None
     for name, each in found.items():
         largest = max([*each.differences, *each.scored])
-        passed &= each.same_hash and largest <= LIMIT and each.moved > 100 * LIMIT
+        passed &= each.same_hash and largest <= limit and each.moved > 4 * limit
         values.append(
             f"{name} {largest:.1e} off at most, by {each.way}"
             f"{'' if each.same_hash else ', HASH DIFFERS'}; the update moved {each.moved:.1e}"
@@ -70,7 +74,13 @@ def judge_exact(found: dict[str, Found]) -> Outcome:
 
 def check_graphs(session: Session) -> Outcome:
     """Decode by captured graphs after an update: stale graphs would read the old weights."""
-    return judge_exact({"untied": probe_model(session, "toy_untied")})
+    outcomes = [
+        judge_exact({f"untied, {dtype}": probe_model(session, "toy_untied", dtype)}, dtype)
+        for dtype in DTYPES
+    ]
+    exact = all(outcome.exact for outcome in outcomes)
+    passed = all(outcome.status == "PASS" for outcome in outcomes)
+    return judge_bytes(exact, passed, "; ".join(outcome.value for outcome in outcomes))
 
 
 def check_tied_head(session: Session) -> Outcome:
@@ -80,7 +90,7 @@ def check_tied_head(session: Session) -> Outcome:
 
 def check_tensor_parallel(session: Session) -> Outcome:
     """Every rank of two takes its slice of full tensors."""
-    return judge_exact({"2 GPUs, tied": probe_model(session, "toy", 2)})
+    return judge_exact({"2 GPUs, tied": probe_model(session, "toy", "float32", 2)})
 
 
 def forecast_s(model_dir: Path, order: Order, gpu_name: str) -> float:
@@ -101,15 +111,13 @@ def forecast_s(model_dir: Path, order: Order, gpu_name: str) -> float:
 
 def check_recompute_price(session: Session) -> Outcome:
     """Time one update in the middle of 64 requests of 2,048 tokens: what recomputing adds, what
-    keeping adds, and the forecast.
-
-    The forecast is of bf16 at half the peak; the samplers run in float32, so it may well be an
-    order of magnitude off, which is then to be known.
-    """
+    keeping adds, and the forecast, which is of bf16 at half the peak."""
     import torch
 
     model_dir = write_random_model("0.6B", session.folder, session.on)
-    order = Order("price", str(model_dir), "cuda", 1, "recompute", 64, 2048, 256, 40 << 30)
+    order = Order(
+        "price", str(model_dir), "cuda", "bfloat16", 1, "recompute", 64, 2048, 256, 40 << 30
+    )
     recomputed = probe(order)
     kept = probe(msgspec.structs.replace(order, kv_after_update="keep"))
     forecast = forecast_s(model_dir, order, torch.cuda.get_device_name())

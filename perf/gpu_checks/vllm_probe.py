@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from asyncrl_node.config import Config, LearnerConfig
+from asyncrl_node.dtype_rules import DType
 from asyncrl_node.engines.base import GenerateRequest
 from asyncrl_node.engines.cuda_flat import gpu_handle
-from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+from asyncrl_node.engines.vllm_engine import VllmEngine
+from asyncrl_node.engines.vllm_start import VllmSettings
 from asyncrl_node.learner.weights import LearnerWeights
 from asyncrl_node.messages import WeightsManifest
 from asyncrl_node.run_directory import SHM_FOLDER
@@ -43,6 +45,7 @@ class Order(msgspec.Struct):
     kind: Literal["exact", "price"]
     model_dir: str
     on: Literal["cpu", "cuda"]
+    dtype: DType = "float32"
     tensor_parallel: int = 1
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     num_requests: int = 8
@@ -81,7 +84,9 @@ class Learner:
 
         # vLLM wants most of a card; where nothing is compared the trainer stays off it
         on = "cpu" if order.kind == "price" else order.on
-        self.trainer: Trainer = Trainer(LearnerConfig(), Path(order.model_dir), 1.0, 0, on)
+        self.trainer: Trainer = Trainer(
+            LearnerConfig(), Path(order.model_dir), 1.0, 0, on, order.dtype
+        )
         entries, num_bytes = self.trainer.manifest()
         self.manifest = WeightsManifest(num_bytes, entries, layout_hash(entries))
         self.path = SHM_FOLDER / f"arl-check-{secrets.token_hex(4)}"
@@ -99,7 +104,7 @@ class Learner:
 
         torch.manual_seed(1)
         for _, tensor in self.trainer.named_weights():
-            tensor.add_(0.02 * torch.randn_like(tensor))
+            tensor.add_(0.1 * torch.randn_like(tensor))
 
     def way(self) -> str:
         """Say how an engine gets them."""
@@ -124,6 +129,7 @@ def make_engine(order: Order) -> VllmEngine:
             max_rows=order.num_requests,
             max_context=order.prompt_tokens + order.new_tokens + 1,
             cpu=order.on == "cpu",
+            dtype=order.dtype,
             tensor_parallel=order.tensor_parallel,
             kv_cache_memory_bytes=order.kv_cache_bytes,
             kv_after_update=order.kv_after_update,

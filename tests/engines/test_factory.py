@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncrl_node.config import Config, SamplingConfig
-from asyncrl_node.engines import torch_engine, vllm_engine
+from asyncrl_node.engines import torch_engine, vllm_engine, vllm_start
 from asyncrl_node.engines.factory import make_engine
-from asyncrl_node.engines.vllm_engine import VllmSettings
+from asyncrl_node.engines.vllm_start import VllmSettings
 from asyncrl_node.learner.process import make_trainer
 from asyncrl_node.plan import WARM_MODEL, task_of
 from tests.vllm_gate import need_vllm
@@ -88,7 +88,7 @@ def test_vllm_is_started_with_them(monkeypatch) -> None:
     settings = VllmSettings(
         max_rows=4, max_context=64, cpu=False, tensor_parallel=2, kv_cache_memory_bytes=5 << 30
     )
-    vllm_engine._start(Path(WARM_MODEL), settings)
+    vllm_start.start(Path(WARM_MODEL), settings)
     (arguments,) = recorder.arguments
     assert arguments.tensor_parallel_size == 2
     assert arguments.kv_cache_memory_bytes == 5 << 30

@@ -18,7 +18,8 @@ from torch import nn
 from asyncrl_node.core.probe import Answer, Probe, find_stale, make_probe
 from asyncrl_node.engines import torch_engine
 from asyncrl_node.engines.base import Completion, GenerateRequest
-from asyncrl_node.engines.torch_engine import TorchEngine, sample_tokens
+from asyncrl_node.engines.drawing import sample_tokens
+from asyncrl_node.engines.torch_engine import TorchEngine
 from asyncrl_node.errors import ConfigError, RunFault
 from asyncrl_node.messages import WeightEntry
 from asyncrl_node.sampler.weights import answer_canary

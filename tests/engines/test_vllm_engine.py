@@ -27,13 +27,10 @@ import transformers
 from torch import nn
 
 from asyncrl_node.core.probe import Answer, Probe, find_stale, make_probe
-from asyncrl_node.engines import vllm_engine
+from asyncrl_node.engines import vllm_start
 from asyncrl_node.engines.base import Completion, GenerateRequest, OwnProcessLoader
-from asyncrl_node.engines.vllm_engine import (
-    VllmEngine,
-    VllmSettings,
-    vllm_environment,
-)
+from asyncrl_node.engines.vllm_engine import VllmEngine
+from asyncrl_node.engines.vllm_start import VllmSettings, vllm_environment
 from asyncrl_node.errors import RunFault
 from asyncrl_node.messages import WeightEntry, WeightsManifest
 from asyncrl_node.sampler.weights import answer_canary
@@ -382,7 +379,7 @@ def test_case_16_a_head_left_stale_is_caught_by_the_canary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: str, story: str
 ):
     """The hash of what arrived is right, and is compared by `load`; the answers are not."""
-    monkeypatch.setattr(vllm_engine, "WORKER_EXTENSION", stale)
+    monkeypatch.setattr(vllm_start, "WORKER_EXTENSION", stale)
     answers: list[Answer] = []
     with asyncio.Runner() as runner:
         rig = Rig(runner, tmp_path, "qwen3_tied")
@@ -836,7 +833,8 @@ def test_a_dead_engine_process_ends_serve_and_fails_no_request(rigs: Callable[[s
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from asyncrl_node.engines.vllm_engine import VllmEngine, VllmSettings
+from asyncrl_node.engines.vllm_engine import VllmEngine
+from asyncrl_node.engines.vllm_start import VllmSettings
 
 async def main():
     engine = VllmEngine(Path(sys.argv[1]), VllmSettings(max_rows=2, max_context=64, cpu=True))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from asyncrl_node.engines.vllm_engine import ONEDNN_CACHE, vllm_environment
+from asyncrl_node.engines.vllm_start import ONEDNN_CACHE, vllm_environment
 
 SPEED_AGAINST_MEMORY = [(True, ONEDNN_CACHE, "16"), (False, "TRITON_F32_DEFAULT", "ieee")]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -199,6 +200,10 @@ def test_stand_ins_do_what_the_real_packages_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(config_file.tomli_w, "dumps", stand_ins.dumps)
     text = config_file.encode_config(config).decode()
     assert config_file.build_config(tomllib.loads(text)) == config
+    began_s = stand_ins.Process().create_time()
+    assert began_s == pytest.approx(psutil.Process().create_time(), abs=0.9), "or we are swept"
+    with pytest.raises(ProcessLookupError):
+        stand_ins.Process(2**22 + 1).create_time()
     piecewise = stand_ins.Crc()
     piecewise.update(memoryview(b"weights, "))
     piecewise.update(memoryview(b"more"))
@@ -434,12 +439,14 @@ def test_the_head_is_compared_with_float32(session: Session) -> None:
 def test_the_learner_checks_measure_the_program(session: Session) -> None:
     groups = models.make_groups(2, 16, 40, -3.7)
     assert sum(len(group.tokens) for group in groups) == 2 * 8 * 16
+    session.scale = SMALL._replace(learner_models=(("toy", 1e-9),))
     step = learner.check_learner_step(session)
-    assert step.status == "SKIP"
-    assert "bf16 is not built yet" in step.reason
-    assert step.figures["mfu"] > 0
+    assert step.status == "PASS"
+    assert step.figures["mfu"] > 1e-9
+    session.scale = SMALL._replace(learner_models=(("toy", 0.9),))
+    assert learner.check_learner_step(session).status == "FAIL"
     assert learner.check_parity(session).status == "PASS"
-    found = learner.parity(WARM_MODEL, "cpu", 8, 16)
+    found = learner.parity(WARM_MODEL, "cpu", "float32", 8, 16)
     assert 8 <= found.num_tokens <= 8 * 16
     assert found.max_difference < 5e-5
     assert found.rms_difference < 5e-5
@@ -465,7 +472,7 @@ def test_a_whole_run_is_verified(session: Session) -> None:
     )
     assert found.breaches == []
     assert found.num_trained == 3 * 4
-    assert len(found.stalls_s) == 3
+    assert 1 <= len(found.stalls_s) <= 3  # the run may end before the last version has arrived
     assert all(stall_s > 0 for stall_s in found.stalls_s)
 
 

@@ -43,7 +43,7 @@ def test_the_forecast_grows_with_what_is_in_the_cache(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_probe_finds_vllm_and_the_learner_alike(tmp_path: Path) -> None:
     need_vllm()
-    outcome = vllm.check_tied_head(Session(tmp_path, "cpu"))
+    outcome = vllm.check_graphs(Session(tmp_path, "cpu"))
     assert outcome.status == "PASS", outcome
     assert outcome.exact
     assert "by host" in outcome.value
