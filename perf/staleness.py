@@ -43,7 +43,29 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     for name in (*("ppo", "gspo", "importance_sampling", "decoupled_ppo", "a3po", "m2po", "cispo"),)
 } | {
     "ppo, clip 0.1": ("--loss", "ppo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+    "ppo, clip 0.05": (
+        "--loss",
+        "ppo",
+        "--learner.clip-low",
+        "0.05",
+        "--learner.clip-high",
+        "0.05",
+    ),
+    "ppo, dual clip 1.3": ("--loss", "ppo", "--learner.dual-clip", "1.3"),
+    "ppo, clip 0.1, dual clip 1.2": (
+        *("--loss", "ppo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+        *("--learner.dual-clip", "1.2"),
+    ),
     "gspo, clip 0.1": ("--loss", "gspo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+    "gspo, clip 0.03, 0.04": (
+        *("--loss", "gspo", "--learner.clip-low", "0.03", "--learner.clip-high", "0.04"),
+    ),
+    "gspo, clip 3e-4, 4e-4": (
+        *("--loss", "gspo", "--learner.clip-low", "3e-4", "--learner.clip-high", "4e-4"),
+    ),
+    "a3po, clip 0.02": (
+        *("--loss", "a3po", "--learner.clip-low", "0.02", "--learner.clip-high", "0.02"),
+    ),
     "m2po, budget 0.01": ("--loss", "m2po", "--learner.m2-budget", "0.01"),
     "ppo, entropy 0.01": ("--loss", "ppo", "--learner.entropy-coefficient", "0.01"),
     "ppo, 2 updates": ("--loss", "ppo", "--learner.num-substeps", "2"),
