@@ -111,7 +111,7 @@ class Outcome(NamedTuple):
     reward_trained: float
     """Mean over the last tenth of the steps."""
     staleness_min: int
-    """Of the groups trained once the pipeline was full."""
+    """Of the tokens trained once the pipeline was full: the freshest, and below the stalest."""
     staleness_max: int
     num_groups: int
     ratio_max: float
@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Say whether every group was as stale as it should be."""
+        """Say whether every token was as stale as it should be."""
         return self.staleness_min == self.staleness_max == self.cell.staleness
 
 
@@ -244,7 +244,8 @@ def read_run(cell: Cell, run_dir: Path, ended: str, command: str, steps: int) ->
     trained = read_lines(run_dir / "trained.jsonl")
     train = [row for row in rows if row["kind"] == "train"]
     evals = [row["eval/reward_mean"] for row in rows if row["kind"] == "eval"]
-    stale = [row["step"] - row["version_min"] for row in trained if row["step"] >= cell.staleness]
+    full = [row for row in trained if row["step"] >= cell.staleness]
+    stale = [row["step"] - row[key] for row in full for key in ("version_min", "version_max")]
     last = [row["reward/trained_mean"] for row in train if row["step"] >= 0.9 * steps]
     return Outcome(
         cell=cell,
