@@ -34,9 +34,9 @@ class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     streaming: bool = False
     """Take the batch minibatch by minibatch, as groups complete, instead of whole."""
     fixed_staleness: bool = False
-    """For experiments: the learner takes only when nothing is in flight, so every group is exactly
-    `pipeline_depth` steps stale, once the pipeline has filled (one that replaces a filtered group
-    is less). Slow: sampling and training take turns."""
+    """For experiments: the learner takes only when every slot holds a completed group, so each is
+    exactly `pipeline_depth` steps stale, once the pipeline has filled, whatever the latencies.
+    Slow: sampling and training take turns."""
     filter_constant_rewards: bool = False
     """Drop groups whose rewards are all equal before they are taken; their slot frees at once."""
 

@@ -322,6 +322,8 @@ def _check_pacing(config: Config) -> None:
     if bound is not None:
         rule = f"must be at most max_steps_off_policy, which is {bound}"
         _require(pacing.depth <= bound, "pacing.pipeline_depth", rule, pacing.depth)
+    rule = "must be off with fixed_staleness: nothing is taken before everything has completed"
+    _require(not (pacing.fixed_staleness and pacing.streaming), "pacing.streaming", rule, "true")
     rollouts = pacing.groups_per_batch * pacing.group_size * (pacing.depth + 1)
     rule = (
         "groups_per_batch * group_size * (pipeline_depth + 1) must be at most "
@@ -597,6 +599,8 @@ def _semantics(config: Config) -> list[str]:
         worst = "there is no bound: the oldest finished groups are trained first"
     else:
         worst = f"each group is trained at most {bound} steps after the weights that started it"
+    if pacing.fixed_staleness:
+        typical = f"fixed at {depth} once the pipeline is full, and nothing overlaps: an experiment"
     lines.append(f"staleness   {worst}; {typical}")
     lines.extend(f"note        {note}" for note in loss_notes(config))
     data = "every problem once an epoch; nothing sampled is discarded"

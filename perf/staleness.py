@@ -43,7 +43,29 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     for name in (*("ppo", "gspo", "importance_sampling", "decoupled_ppo", "a3po", "m2po", "cispo"),)
 } | {
     "ppo, clip 0.1": ("--loss", "ppo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+    "ppo, clip 0.05": (
+        "--loss",
+        "ppo",
+        "--learner.clip-low",
+        "0.05",
+        "--learner.clip-high",
+        "0.05",
+    ),
+    "ppo, dual clip 1.3": ("--loss", "ppo", "--learner.dual-clip", "1.3"),
+    "ppo, clip 0.1, dual clip 1.2": (
+        *("--loss", "ppo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+        *("--learner.dual-clip", "1.2"),
+    ),
     "gspo, clip 0.1": ("--loss", "gspo", "--learner.clip-low", "0.1", "--learner.clip-high", "0.1"),
+    "gspo, clip 0.03, 0.04": (
+        *("--loss", "gspo", "--learner.clip-low", "0.03", "--learner.clip-high", "0.04"),
+    ),
+    "gspo, clip 3e-4, 4e-4": (
+        *("--loss", "gspo", "--learner.clip-low", "3e-4", "--learner.clip-high", "4e-4"),
+    ),
+    "a3po, clip 0.02": (
+        *("--loss", "a3po", "--learner.clip-low", "0.02", "--learner.clip-high", "0.02"),
+    ),
     "m2po, budget 0.01": ("--loss", "m2po", "--learner.m2-budget", "0.01"),
     "ppo, entropy 0.01": ("--loss", "ppo", "--learner.entropy-coefficient", "0.01"),
     "ppo, 2 updates": ("--loss", "ppo", "--learner.num-substeps", "2"),
@@ -56,6 +78,7 @@ ON_POLICY = ("ppo", "gspo")
 LEARNING_RATES = (3e-4, 1e-3)
 SEEDS = (0, 1, 2)
 SURVIVES_WITHIN = 0.1
+MIN_SEEDS = 3
 
 
 class Cell(NamedTuple):
@@ -89,7 +112,7 @@ class Outcome(NamedTuple):
     reward_trained: float
     """Mean over the last tenth of the steps."""
     staleness_min: int
-    """Of the groups trained once the pipeline was full."""
+    """Of the tokens trained once the pipeline was full: the freshest, and below the stalest."""
     staleness_max: int
     num_groups: int
     ratio_max: float
@@ -102,7 +125,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Say whether every group was as stale as it should be."""
+        """Say whether every token was as stale as it should be."""
         return self.staleness_min == self.staleness_max == self.cell.staleness
 
 
@@ -222,7 +245,8 @@ def read_run(cell: Cell, run_dir: Path, ended: str, command: str, steps: int) ->
     trained = read_lines(run_dir / "trained.jsonl")
     train = [row for row in rows if row["kind"] == "train"]
     evals = [row["eval/reward_mean"] for row in rows if row["kind"] == "eval"]
-    stale = [row["step"] - row["version_min"] for row in trained if row["step"] >= cell.staleness]
+    full = [row for row in trained if row["step"] >= cell.staleness]
+    stale = [row["step"] - row[key] for row in full for key in ("version_min", "version_max")]
     last = [row["reward/trained_mean"] for row in train if row["step"] >= 0.9 * steps]
     return Outcome(
         cell=cell,
@@ -282,19 +306,43 @@ def averages(
     outcomes: Iterable[Outcome], rate: float
 ) -> dict[tuple[str, int], tuple[float, float, int]]:
     """Give mean, standard deviation and number of seeds by (setting, staleness)."""
-    rewards: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for outcome in outcomes:
-        cell = outcome.cell
-        if outcome.is_exact and outcome.reward is not None and cell.learning_rate == rate:
-            rewards[cell.setting, cell.staleness].append(outcome.reward)
     return {
         key: (
             statistics.fmean(found),
             statistics.stdev(found) if len(found) > 1 else 0.0,
             len(found),
         )
-        for key, found in rewards.items()
+        for key, found in rewards_by(outcomes, rate).items()
     }
+
+
+def rewards_by(outcomes: Iterable[Outcome], rate: float) -> dict[tuple[str, int], list[float]]:
+    """Give the held-out rewards of all seeds by (setting, staleness); inexact runs are left out."""
+    rewards: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        cell = outcome.cell
+        if outcome.is_exact and outcome.reward is not None and cell.learning_rate == rate:
+            rewards[cell.setting, cell.staleness].append(outcome.reward)
+    return rewards
+
+
+def orderings(outcomes: Iterable[Outcome], rate: float, stale: int) -> list[str]:
+    """Name, for each setting, those below which the seeds support it: by each of 3 or more.
+
+    All seeds of one lie below all seeds of the other, which chance alone does to 3 against 3 once
+    in 20 times; of many pairs a few will be chance.
+    """
+    found = {
+        name: rewards
+        for (name, age), rewards in rewards_by(outcomes, rate).items()
+        if age == stale and len(rewards) >= MIN_SEEDS
+    }
+    lines = []
+    for name, rewards in sorted(found.items(), key=lambda item: -statistics.fmean(item[1])):
+        below = [other for other, others in found.items() if max(others) < min(rewards)]
+        if below:
+            lines.append(f"- {stale} steps stale, every seed of {name} is above {', '.join(below)}")
+    return lines
 
 
 def tables(outcomes: Iterable[Outcome]) -> str:
@@ -310,6 +358,8 @@ def tables(outcomes: Iterable[Outcome]) -> str:
         for name in sorted({name for name, _ in found}, key=list(SETTINGS).index):
             figures = [shown(found.get((name, stale))) for stale in ages]
             text.append(f"| {name} | " + " | ".join(figures) + " |")
+        ordered = [line for stale in ages for line in orderings(outcomes, rate, stale)]
+        text += ["\nOrderings that the seeds support:\n", *ordered] if ordered else []
     apart = [words(o) for o in outcomes if not o.is_exact or o.ended != "done"]
     if apart:
         text += ["\nStopped by a fault, or not as stale as asked (the latter in no mean):\n"]

@@ -25,7 +25,7 @@ PURE = {
 """The part of the standard library that neither reads a clock nor touches the world."""
 
 TOP_LEVEL = {
-    "pyproject.toml", "README.md", "launch.py", "asyncrl_node", "tests", "perf",
+    "pyproject.toml", "README.md", "launch.py", "asyncrl_node", "tests", "perf", "docs",
     "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md",
 }  # fmt: skip
 UNTRACKED = {"__pycache__", "runs", "build", "shared"}

@@ -18,7 +18,7 @@ class SchedulerSettings(NamedTuple):
     start_version: int = 0
     filter_constant_rewards: bool = False
     fixed_staleness: bool = False
-    """Take only when every admitted group has ended; PacingConfig says why."""
+    """Take only when every slot holds a completed group; PacingConfig says why."""
     eval_problems: int = 0
     warn_every_s: float = 120.0
     rollout_timeout_s: float = 3600.0

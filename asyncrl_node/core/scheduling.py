@@ -433,8 +433,7 @@ class SchedulerCore:
         if self._draining:
             self._answer_draining(pending)
             return
-        if self.settings.fixed_staleness and self.pacing.num_in_flight:
-            pending.account(False, now_s)
+        if self._must_fill():
             return
         answer = self.pacing.take(pending.take.num_groups)
         match answer:
@@ -451,6 +450,16 @@ class SchedulerCore:
                 self._out.append(ToLearner(EndOfData("done")))
             case _:
                 assert_never(answer)
+
+    def _must_fill(self) -> bool:
+        """With fixed staleness: whether a group of the newest version is still to come.
+
+        So each version samples B groups before the next is published, and step t, which takes the
+        stalest, trains those of version t - D. The wait is batch-fill waiting: no rule holds it.
+        """
+        return self.settings.fixed_staleness and (
+            self.pacing.num_in_flight > 0 or self.pacing.can_admit()
+        )
 
     def _hand_over(self, pending: PendingTake, taken: Taken) -> None:
         entries = []

@@ -70,6 +70,8 @@ def _figures(config: Config, steady: Sequence[Row]) -> str:
 
 def _change(config: Config, shares: dict[str, float]) -> str:
     depth, bound = config.pacing.depth, config.pacing.max_steps_off_policy
+    if config.pacing.fixed_staleness:
+        return "fixed_staleness waits for every group, on purpose; without it training overlaps"
     if shares["waiting_for_stragglers"] > 0.1 and bound is not None:
         return (
             f"the learner waited {shares['waiting_for_stragglers']:.0%} of its time for stragglers "

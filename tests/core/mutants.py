@@ -966,6 +966,18 @@ SCHEDULING_MUTANTS = (
         "",
     ),
     Mutant(
+        "fixed staleness ignores what is in flight",
+        SCHEDULING,
+        "self.pacing.num_in_flight > 0 or self.pacing.can_admit()",
+        "self.pacing.can_admit()",
+    ),
+    Mutant(
+        "fixed staleness ignores free slots",
+        SCHEDULING,
+        "self.pacing.num_in_flight > 0 or self.pacing.can_admit()",
+        "self.pacing.num_in_flight > 0",
+    ),
+    Mutant(
         "leftovers are not cancelled",
         SCHEDULING,
         "self._out.append(ToSampler(group.sampler, Cancel(group.key)))",

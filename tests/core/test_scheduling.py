@@ -951,3 +951,101 @@ def test_a_take_during_an_evaluation_is_what_the_learner_waits_for(core):
     world.handle(RequestEvaluation(1, 0, 0))
     assert world.core.status().learner == "waiting for fill: 0 of 1 groups"
     assert world.core.pacing.outstanding_ids(GroupState.IN_FLIGHT) == [0]
+
+
+# -- fixed staleness ------------------------------------------------------------------------------
+
+
+def exactly(depth: int, trained: list[tuple[int, int, int]]) -> bool:
+    """Whether each group is as stale as its step lets it be: 0, 1, ... D, D, D."""
+    return all(staleness == min(step, depth) for step, _, staleness in trained)
+
+
+@pytest.mark.parametrize("bound", [0, 9, None])
+def test_fixed_staleness_is_exact_whatever_the_latencies(core, bound):
+    for depth in (0, 1, 3) if bound != 0 else (0,):
+        for seed in range(3):
+            chance = random.Random(seed)
+            world = World(
+                core,
+                PacingRule(3, depth, bound, last_version=11),
+                num_samplers=2,
+                max_rollouts=5,
+                latency=lambda problem, attempt, chance=chance: chance.choice([0.1, 1.0, 30.0]),
+                outcome=lambda problem: ["good", "good", "constant", "fails"][problem % 4],
+                fixed_staleness=True,
+                filter_constant_rewards=True,
+            )
+            ended = world.begin().run().ended()
+            assert (ended.trained, ended.leftover) == (33, 0)
+            assert ended.filtered > 0
+            assert ended.failed > 0
+            assert exactly(depth, world.trained)
+            assert all(batch.waited_for_stragglers_s == 0 for batch in world.batches)
+
+
+def test_fixed_staleness_survives_crashes(core):
+    chance = random.Random(7)
+    world = World(
+        core,
+        PacingRule(2, 2, 8, last_version=8),
+        num_samplers=2,
+        latency=lambda problem, attempt: chance.choice([0.5, 2.0, 5.0]),
+        fixed_staleness=True,
+    )
+    world.begin()
+    for moment in range(1, 12):
+        world.run(float(moment))
+        if not world.finished:
+            victim = chance.randrange(2)
+            world.die(victim)
+            world.later(0.5, lambda victim=victim: world.hello(victim))
+    world.run()
+    assert world.ended().trained == 16
+    assert world.core.totals.restarted > 0
+    assert exactly(2, world.trained)
+
+
+def test_fixed_staleness_waits_for_a_sampler_too(core):
+    """No sampler lives when version 1 is out: its groups are still sampled before 2 is."""
+    world = World(core, PacingRule(2, 2, 8, last_version=6), fixed_staleness=True)
+    world.begin().run(1.5)
+    assert world.training
+    world.die(0)
+    world.run(5.0)
+    assert world.version == 1
+    assert world.core.status().learner == "waiting for a sampler to be ready"
+    world.hello(0)
+    assert world.run().ended().trained == 12
+    assert exactly(2, world.trained)
+
+
+def test_fixed_staleness_ends_with_the_data(core):
+    """Seven groups, two a step: the last step is short, and no less stale than the others."""
+    world = World(core, PacingRule(2, 1, 4), 7, fixed_staleness=True)
+    assert world.begin().run().ended().trained == 7
+    assert [len(batch.groups) for batch in world.batches] == [2, 2, 2, 1]
+    assert exactly(1, world.trained)
+
+
+def test_the_wait_for_fixed_staleness_names_whom_it_waits_for(core):
+    world = by_hand(core, PacingRule(1, 2, 8, last_version=5), fixed_staleness=True, warn_every_s=9)
+    world.begin()
+    complete(world, 0, 2)
+    assert world.batches == []
+    words = world.core.status().learner
+    assert words.startswith("waiting for fill: 2 of 3 groups")
+    (warning,) = world.tick(10.0)
+    assert "for fill: group 1 (problem 1) on sampler 0" in warning
+    complete(world, 1)
+    assert len(world.batches) == 1
+    assert world.batches[0].waited_for_stragglers_s == 0
+
+
+def test_a_stopped_run_does_not_wait_for_fixed_staleness(core):
+    world = by_hand(core, PacingRule(1, 2, 8), fixed_staleness=True)
+    world.begin()
+    complete(world, 0)
+    world.handle(Drain())
+    world.run()
+    assert world.ended().reason == "interrupted"

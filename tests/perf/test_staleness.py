@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from perf.staleness import Cell, Outcome, averages, parse, read_results, survivors, tables
+from perf.staleness import (
+    Cell,
+    Outcome,
+    averages,
+    orderings,
+    parse,
+    read_results,
+    survivors,
+    tables,
+)
 from tests.system.runs import ROOT
 
 
@@ -77,6 +86,24 @@ def test_a_run_that_is_not_as_stale_as_asked_is_in_no_mean() -> None:
     found = [*cells_of("ppo", 8, 0.8, 0.9), loose]
     assert averages(found, 1e-3)["ppo", 8] == pytest.approx((0.85, 0.0707, 2), abs=1e-4)
     assert "seed 2: held-out 0.100 at staleness 7..8 (NOT AS ASKED)" in tables(found)
+
+
+def test_an_order_is_claimed_of_three_seeds_without_overlap() -> None:
+    """gspo overlaps ppo at one seed, a3po has two seeds only."""
+    found = [
+        *cells_of("ppo", 8, 0.9, 0.8, 0.95),
+        *cells_of("gspo", 8, 0.7, 0.7, 0.81),
+        *cells_of("m2po", 8, 0.1, 0.2, 0.69),
+        *cells_of("a3po", 8, 0.0, 0.0),
+        *cells_of("m2po", 3, 0.99, 0.99, 0.99),
+    ]
+    claims = [
+        "- 8 steps stale, every seed of ppo is above m2po",
+        "- 8 steps stale, every seed of gspo is above m2po",
+    ]
+    assert orderings(found, 1e-3, 8) == claims
+    assert "\n".join(claims) in tables(found)
+    assert orderings(found, 1e-3, 3) == orderings(found, 3e-4, 8) == []
 
 
 def test_what_ends_near_on_policy_at_8_is_taken_on_to_16_and_32() -> None:

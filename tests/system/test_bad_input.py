@@ -72,6 +72,12 @@ def refused(run_dir: Path, *flags: str) -> re.Match[str]:
             "must be off with decoupled_ppo and num_substeps > 1",
             "true",
         ),
+        (
+            ("--pacing.fixed-staleness", "--streaming"),
+            "pacing.streaming",
+            "must be off with fixed_staleness: nothing is taken before everything",
+            "true",
+        ),
         (("--learner.dual-clip", "1.2"), "learner.dual_clip", "must be above 1 + clip_high", "1.2"),
         (("--learner.weight-low", "6"), "learner.weight_low", "must be at most weight_high", "6.0"),
         (("--learner.ratio-floor", "3"), "learner.ratio_floor", "must be at most ratio_cap", "3.0"),

@@ -67,6 +67,25 @@ def test_the_last_step_is_short_when_the_data_ends(tmp_path: Path) -> None:
     assert verify(run_dir)["ok"] is True
 
 
+def test_fixed_staleness_is_exact_although_groups_are_filtered(tmp_path: Path) -> None:
+    """No bound, and two samplers with less room than there are slots."""
+    run_dir = tmp_path / "run"
+    fake_run(
+        run_dir,
+        *("--pacing.fixed-staleness", "--pipeline-depth", "3", "--max-steps-off-policy", "none"),
+        *("--steps", "12", "--groups-per-batch", "4", "--group-size", "4", "--samplers", "2"),
+        *("--sampling.max-concurrent-rollouts", "20", "--fake.constant-share", "0.2"),
+        *("--pacing.filter-constant-rewards", "--fake.latencies", stragglers(tmp_path, 0.2)),
+    )
+    records = trained(run_dir)
+    assert Counter(row["step"] for row in records) == Counter(dict.fromkeys(range(12), 4))
+    assert all(row["version_min"] == row["version_max"] for row in records)
+    assert all(row["step"] - row["version_min"] == min(row["step"], 3) for row in records)
+    assert any(row["async/filtered_groups"] for row in train_rows(run_dir))
+    assert all(row["time/waiting_for_stragglers"] == 0 for row in train_rows(run_dir))
+    assert verify(run_dir)["ok"] is True
+
+
 def test_depth_zero_is_synchronous(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     fake_run(run_dir, "--steps", "5", "--max-steps-off-policy", "0", "--groups-per-batch", "4")
