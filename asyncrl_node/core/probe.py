@@ -18,6 +18,8 @@ Scoring is one forward pass over a prompt; decoding may go by other graphs, cach
 (a graph captured over old memory answers by old weights for ever, while the prefill is right). So
 the sampler decodes some tokens after the canary and scores these too. The learner cannot know which
 ones it will draw; it need not, for what it scores is held against the learner by the first rule.
+The last of them is not the one drawn but a less likely one, whose log-probability moves with the
+weights wherever the model is certain; so this difference is over max(1, |log-probability|).
 """
 
 from __future__ import annotations
@@ -137,13 +139,15 @@ def _find_far(probe: Probe, answer: Answer, before: Answer | None) -> str | None
 
 
 def _find_unlike(probe: Probe, answer: Answer) -> str | None:
-    gaps = _gaps(answer.decoded, answer.sampler[len(answer.learner) :])
+    scored = answer.sampler[len(answer.learner) :]
+    pairs = zip(_gaps(answer.decoded, scored), scored, strict=True)
+    gaps = [gap / max(1.0, abs(score)) for gap, score in pairs]
     if max(gaps, default=0.0) <= probe.limit:
         return None
     return (
         f"it decodes otherwise than it scores: {len(gaps)} tokens that it decoded after the canary "
-        f"differ by {', '.join(f'{gap:.2e}' for gap in gaps)} from its own scores of them, where "
-        f"the limit is {probe.limit:g}"
+        f"differ by {', '.join(f'{gap:.2e}' for gap in gaps)} per nat from its own scores of them, "
+        f"where the limit is {probe.limit:g}"
     )
 
 

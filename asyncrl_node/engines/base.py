@@ -62,6 +62,10 @@ class Decoded(msgspec.Struct, frozen=True):
     logprobs: list[float]
 
 
+DECODED_RANK = 4
+"""How likely the last token of `Engine.decode` is: so many, with itself, are at least as likely."""
+
+
 class Engine(Protocol):
     """A sampling engine. Not ready (policy_version -1) before the first weights."""
 
@@ -99,7 +103,9 @@ class Engine(Protocol):
     async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
         """Sample `num_tokens` after a prompt, at temperature 1, as `generate` does.
 
-        On a row of its own, ahead of everything that waits, and nothing that is cached is read.
+        In place of the last one drawn it gives the DECODED_RANK-th likely at that place: what is
+        certain has the same log-probability under almost any weights. On a row of its own, ahead of
+        everything that waits, and nothing that is cached is read.
         All but the first token come from decode steps, by whatever graphs, caches and packed
         copies these use. One call at a time; no weights may be loaded meanwhile.
         """

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncrl_node.engines.base import (
+    DECODED_RANK,
     Completion,
     Decoded,
     Engine,
@@ -354,6 +355,8 @@ class TorchEngine(Engine, InProcessLoader):
         num_rows = max_rows + 1  # the last one for `decode`
         self._cache = KVCache(self._config, num_rows, max_context, device, dtype)
         self._rows = _Rows(num_rows, max_context, device)
+        self._decoded: Tensor | None = None
+        """Logits of the newest token of `decode`."""
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._in_flight: dict[int, _Sequence] = {}
@@ -437,7 +440,10 @@ class TorchEngine(Engine, InProcessLoader):
         wave = self._admit() if self._policy_version >= 0 else _Wave()
         if not self._running:
             return 0
-        tokens, logprobs = self._rows.sample(self._forward(wave))
+        logits = self._forward(wave)
+        if _DECODE_ID in self._in_flight:
+            self._keep_decoded(logits)
+        tokens, logprobs = self._rows.sample(logits)
         self._refuse_broken(logprobs)
         ended = self._record(tokens, logprobs)
         self._retire([row for row, _ in ended])
@@ -492,8 +498,18 @@ class TorchEngine(Engine, InProcessLoader):
         """See `Engine.decode`: one request more, first in the queue."""
         assert self._policy_version >= 0, "decoded before the first weights"
         request = GenerateRequest(_DECODE_ID, list(prompt_tokens), num_tokens, 1.0, seed=0)
-        completion = await self.generate(request)
-        return Decoded(completion.tokens, completion.logprobs)
+        drawn = await self.generate(request)
+        assert self._decoded is not None
+        logprobs = self._decoded.log_softmax(-1)
+        last = int(logprobs.topk(min(DECODED_RANK, len(logprobs))).indices[-1])
+        tokens = [*drawn.tokens[:-1], last]
+        return Decoded(tokens, [*drawn.logprobs[:-1], float(logprobs[last])])
+
+    def _keep_decoded(self, logits: Tensor) -> None:
+        """Remember the logits [V] of the row of `decode`, from [n, V], before any is drawn."""
+        for row, sequence in enumerate(self._running):
+            if sequence.request.request_id == _DECODE_ID:
+                self._decoded = logits[row].clone()
 
     def close(self) -> None:
         """Free cache and weights; everything in flight ends as aborted, and so do late requests."""

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl_node.engines.base import (
+    DECODED_RANK,
     Completion,
     Decoded,
     Engine,
@@ -169,8 +170,11 @@ class VllmEngine(Engine, OwnProcessLoader):
     async def decode(self, prompt_tokens: Sequence[int], num_tokens: int) -> Decoded:
         """See `Engine.decode`: through vLLM's own scheduler, on the row that `score` has too."""
         sampled = (await self._probe(prompt_tokens, num_tokens)).outputs[0]
-        entries = zip(sampled.logprobs, sampled.token_ids, strict=True)
-        return Decoded(list(sampled.token_ids), [entry[token].logprob for entry, token in entries])
+        *drawn, last = sampled.logprobs
+        ranked = {entry.rank: token for token, entry in last.items()}
+        tokens = [*sampled.token_ids[:-1], ranked[min(DECODED_RANK, self._vocab_size)]]
+        entries = zip([*drawn, last], tokens, strict=True)
+        return Decoded(tokens, [entry[token].logprob for entry, token in entries])
 
     async def _probe(
         self, tokens: Sequence[int], num_new: int, prompt_logprobs: int | None = None
@@ -187,7 +191,7 @@ class VllmEngine(Engine, OwnProcessLoader):
             seed=0,
             max_tokens=num_new,
             ignore_eos=True,
-            logprobs=0,
+            logprobs=DECODED_RANK,
             prompt_logprobs=prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.memory import learner_parts
-from asyncrl_node.dtype_rules import DEFAULT_LIMITS, DType
+from asyncrl_node.dtype_rules import DType
 from asyncrl_node.messages import GroupKey
 from perf.gpu_checks.measure import PEAK_FLOPS, peak_bytes
 from perf.gpu_checks.models import make_groups, memory_shape, write_random_model
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from asyncrl_node.core.rollout import TrajectoryGroup
 
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
+LARGEST: dict[DType, float] = {"float32": 5e-5, "bfloat16": 0.15}
+"""How far one token of these small models may be; the trainer's own gate is wider in bfloat16."""
 
 
 class Step(NamedTuple):
@@ -175,9 +177,7 @@ def check_parity(session: Session) -> Outcome:
     values, passed = [], True
     for dtype in DTYPES:
         found = parity(model_dir, session.on, dtype, num_requests, num_new)
-        limit = DEFAULT_LIMITS[dtype].parity
-        assert limit is not None
-        passed &= abs(found.max_difference) <= limit
+        passed &= abs(found.max_difference) <= LARGEST[dtype]
         values.append(
             f"{dtype}, {found.num_tokens} tokens: ratio up to exp({found.max_difference:.1e}), "
             f"rms {found.rms_difference:.1e}"

@@ -13,10 +13,10 @@ import msgspec
 
 from asyncrl_node.core.memory import kv_bytes_per_token
 from asyncrl_node.core.placement import Split, Workload, recompute_price, speed_of
-from asyncrl_node.dtype_rules import DEFAULT_LIMITS, DType
+from asyncrl_node.dtype_rules import DType
 from asyncrl_node.engines.vllm_start import vllm_environment
 from asyncrl_node.errors import RunFault
-from perf.gpu_checks.learner import DTYPES
+from perf.gpu_checks.learner import DTYPES, LARGEST
 from perf.gpu_checks.models import memory_shape, write_random_model
 from perf.gpu_checks.outcome import Outcome, Session, judge, judge_bytes
 from perf.gpu_checks.vllm_probe import Found, Order
@@ -59,8 +59,7 @@ def probe_model(
 def judge_exact(found: dict[str, Found], dtype: DType = "float32") -> Outcome:
     """Both versions are the learner's, token by token, and the second is another than the first."""
     values, passed = [], True
-    limit = DEFAULT_LIMITS[dtype].parity
-    assert limit is not None
+    limit = LARGEST[dtype]
     for name, each in found.items():
         largest = max([*each.differences, *each.scored])
         passed &= each.same_hash and largest <= limit and each.moved > 4 * limit

@@ -108,8 +108,9 @@ def test_what_is_decoded_must_be_what_is_scored() -> None:
     assert find_stale(probe, decoding(0.0099, -0.005), BEFORE) is None
     assert find_stale(probe, decoding(0.0, -0.25), None) == (
         "it decodes otherwise than it scores: 2 tokens that it decoded after the canary differ by "
-        "0.00e+00, 2.50e-01 from its own scores of them, where the limit is 0.01"
+        "0.00e+00, 8.33e-02 per nat from its own scores of them, where the limit is 0.01"
     )
+    assert find_stale(probe, decoding(0.0, 0.029), None) is None, "of -3, three times the limit"
     assert find_stale(probe, decoding(nan, 0.0), BEFORE) is not None
 
 

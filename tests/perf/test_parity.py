@@ -53,9 +53,9 @@ def test_vllm_is_within_the_limits(dtype: str, largest: float, mean: float) -> N
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[-1]
+    (line,) = [line for line in done.stdout.splitlines() if "canary" in line]
     figures = [float(part.split()[-1]) for part in line.replace(";", ",").split(",")[4:]]
-    assert len(figures) == 8, line
+    assert len(figures) == 7, line
     assert figures[0] <= largest
     assert figures[2] <= mean
-    assert figures[6] <= (5e-5 if dtype == "float32" else 0.15)
+    assert figures[5] <= (5e-5 if dtype == "float32" else 0.15)
