@@ -135,11 +135,10 @@ def main() -> int:
     console = Console()
     known = read_results(options.results)
     if not options.table:
-        cells = [cell for cell in options.cells if cell not in known]
-        run_all(cells, options, known, console)
+        run_all(options.cells, options, known, console)
         wide = survivors(known, options) if options.stale is None else []
-        run_all([cell for cell in wide if cell not in known], options, known, console)
-    print(tables(known.values()))
+        run_all(wide, options, known, console)
+    print(tables(known))
     return 0
 
 
@@ -174,11 +173,11 @@ def grid(options: argparse.Namespace) -> Iterable[Cell]:
                         yield Cell(setting, stale, rate, seed)
 
 
-def survivors(known: dict[Cell, Outcome], options: argparse.Namespace) -> list[Cell]:
+def survivors(known: list[Outcome], options: argparse.Namespace) -> list[Cell]:
     """Give the cells at staleness 16, and at 32, of what has survived 8."""
     found = []
     for rate in options.rates:
-        means = {key: mean for key, (mean, _, _) in averages(known.values(), rate).items()}
+        means = {key: mean for key, (mean, _, _) in averages(known, rate).items()}
         on_policy = [means[name, 0] for name in ON_POLICY if (name, 0) in means]
         for name in options.settings:
             if on_policy and means.get((name, 8), -1.0) >= max(on_policy) - SURVIVES_WITHIN:
@@ -190,9 +189,11 @@ def survivors(known: dict[Cell, Outcome], options: argparse.Namespace) -> list[C
 
 
 def run_all(
-    cells: list[Cell], options: argparse.Namespace, known: dict[Cell, Outcome], console: Console
+    cells: list[Cell], options: argparse.Namespace, known: list[Outcome], console: Console
 ) -> None:
-    """Run cells side by side; append each outcome to the results file as it comes."""
+    """Run the cells that have not been run, side by side; append each outcome as it comes."""
+    there = {outcome.cell for outcome in known}
+    cells = [cell for cell in cells if cell not in there]
     if not cells:
         return
     with (
@@ -205,7 +206,7 @@ def run_all(
         try:
             for done in as_completed(running):
                 outcome = done.result()
-                known[outcome.cell] = outcome
+                known.append(outcome)
                 results.write(json.dumps(outcome._replace(cell=outcome.cell._asdict())._asdict()))  # type: ignore[arg-type]
                 results.write("\n")
                 results.flush()
@@ -270,13 +271,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_results(path: Path) -> dict[Cell, Outcome]:
-    """Read the results file; a cell that was run twice counts with its last run."""
-    if not path.exists():
-        return {}
-    outcomes = [Outcome(**row) for row in read_lines(path)]
-    cells = [Cell(**outcome.cell) for outcome in outcomes]  # type: ignore[arg-type]
-    return {cell: o._replace(cell=cell) for cell, o in zip(cells, outcomes, strict=True)}
+def read_results(path: Path) -> list[Outcome]:
+    """Read the results file. A cell that was run twice counts twice: no run is chosen."""
+    rows = read_lines(path) if path.exists() else []
+    return [Outcome(**row | {"cell": Cell(**row["cell"])}) for row in rows]
 
 
 def commit() -> str:

@@ -57,20 +57,22 @@ def test_a_small_grid_is_as_stale_as_asked_and_is_not_run_twice(tmp_path: Path) 
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stdout + first.stderr
     known = read_results(results)
-    assert sorted((c.setting, c.staleness) for c in known) == [("m2po", 2), ("ppo", 0), ("ppo", 2)]
-    for cell, found in known.items():
+    cells = [found.cell for found in known]
+    assert sorted((c.setting, c.staleness) for c in cells) == [("m2po", 2), ("ppo", 0), ("ppo", 2)]
+    for cell, found in zip(cells, known, strict=True):
         assert found.is_exact
         assert found.staleness_min == cell.staleness
         assert found.num_groups == 5 * 32
         assert found.ended == "done"
         assert found.reward is not None
         assert f"--max-steps-off-policy {cell.staleness} " in found.command
-    assert known[Cell("ppo", 0, 1e-3, 0)].ratio_max == pytest.approx(1.0, abs=1e-3)
+    fresh = known[cells.index(Cell("ppo", 0, 1e-3, 0))]
+    assert fresh.ratio_max == pytest.approx(1.0, abs=1e-3)
     written = results.read_text()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert results.read_text() == written
-    assert again.stdout == tables(known.values()) + "\n"
+    assert again.stdout == tables(known) + "\n"
     assert again.stdout.count("(1)") == 3
 
 
@@ -114,8 +116,7 @@ def test_what_ends_near_on_policy_at_8_is_taken_on_to_16_and_32() -> None:
         *cells_of("m2po", 8, 0.84, 0.88),
         *cells_of("a3po", 8, 0.82, 0.86),
     ]
-    known = {each.cell: each for each in found}
-    assert survivors(known, options) == [
+    assert survivors(found, options) == [
         Cell("m2po", stale, 1e-3, seed) for stale in (16, 32) for seed in (0, 1)
     ]
 
@@ -124,8 +125,11 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     (one,) = cells_of("ppo", 8, 0.8)
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(one._asdict() | {"cell": one.cell._asdict()}) + "\n")
-    assert read_results(path) == {one.cell: one}
-    assert read_results(tmp_path / "none") == {}
+    assert read_results(path) == [one]
+    path.write_text(path.read_text() * 2)
+    assert read_results(path) == [one, one]
+    assert "0.800 ± 0.000 (2)" in tables(read_results(path))
+    assert read_results(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("flags", [("--stale", "5", "--steps", "5"), ("--jobs", "0")])
