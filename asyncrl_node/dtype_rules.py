@@ -23,8 +23,10 @@ ITEM_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class Limits(NamedTuple):
-    """Largest allowed differences of sampler and learner log-probability, over
-    max(1, |log-probability|); None: not checked."""
+    """Largest allowed differences of sampler and learner log-probability; None: not checked.
+
+    Those of the gate are per nat (learner/parity.py), the canary's as core/probe.py has it.
+    """
 
     parity: float | None
     """Of one token, before the first update."""

@@ -9,33 +9,44 @@ canary, and its answers must be
     moved   since the version it had before, if the learner's own have, and
     alike   where it decodes and where it scores, within the limit
 
-Its tokens are chosen once, by the first weights, each about as likely as 1 in 8 after those before
-it: rounding grows with how unlikely a token is (vLLM in float32 was 1.6e-4 from the learner where
-one had 2 chances in a million), and what is certain hardly moves. The second rule needs no limit,
-so it also holds where rounding makes a wide one necessary.
+Its tokens are chosen once, by the first weights: likely ones after which much is possible. Rounding
+grows with how unlikely a token is (vLLM in float32 was 1.6e-4 from the learner where one had 2
+chances in a million), so one that is rarer than CANARY_NATS, or becomes so, is held to its share of
+the limit; and what is certain hardly moves. The second rule needs no limit, so it also holds where
+rounding makes a wide one necessary.
 
 Scoring is one forward pass over a prompt; decoding may go by other graphs, caches and packed copies
 (a graph captured over old memory answers by old weights for ever, while the prefill is right). So
 the sampler decodes some tokens after the canary and scores these too. The learner cannot know which
 ones it will draw; it need not, for what it scores is held against the learner by the first rule.
 The last of them is not the one drawn but a less likely one, whose log-probability moves with the
-weights wherever the model is certain; so this difference is over max(1, |log-probability|).
+weights wherever the model is certain.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
-from math import fsum, inf, isnan
+from math import exp, fsum, inf, isnan
 from typing import NamedTuple
 
 CANARY_LOGPROB = -2.0
 """About this likely is each of its tokens when it is made."""
+
+CANARY_NATS = 4.0
+"""A token of log-probability -12 may be off by three times the limit, one above -4 by the limit."""
+
+NUM_CANDIDATES = 4
+"""Tokens that are tried at each place; each costs the learner one pass, once."""
 
 CANARY_TOKENS = 8
 """Each one reaches every layer; few, because a sampler acknowledges only after scoring them."""
 
 DECODED_TOKENS = 2
 """The first comes from the prompt's own pass, so one more is the least that shows decoding."""
+
+_NEGLIGIBLE = 40.0
+"""A token that is less likely than this many nats adds nothing to an entropy; NaN neither."""
 
 _GOLDEN = 0x9E3779B1
 """2**32 divided by the golden ratio: its multiples spread evenly, however many are taken."""
@@ -80,18 +91,31 @@ def make_probe(
     count = min(CANARY_TOKENS, max(2, max_tokens - DECODED_TOKENS))
     tokens = [(i * _GOLDEN % 2**32) * vocab_size >> 32 for i in range(1, count + 1)]
     if next_logprobs is not None:
-        del tokens[1:]
-        while len(tokens) < count:
-            tokens.append(_choose(next_logprobs(tokens), tokens))
+        tokens = _most_open(tokens, count, next_logprobs)
     return Probe(tuple(tokens), limit, min(DECODED_TOKENS, max_tokens - count))
 
 
-def _choose(logprobs: Sequence[float], before: Sequence[int]) -> int:
-    """Return the token nearest to CANARY_LOGPROB, a new one where there is one."""
-    return min(
-        range(len(logprobs)),
-        key=lambda token: (token in before, abs(logprobs[token] - CANARY_LOGPROB)),
-    )
+def _most_open(firsts: list[int], count: int, next_logprobs: NextLogprobs) -> list[int]:
+    """Begin with one of `firsts` and go on with likely tokens, each of NUM_CANDIDATES the one after
+    which the next is least certain."""
+    tokens: list[int] = []
+    candidates = firsts
+    while True:
+        nexts = [next_logprobs([*tokens, token]) for token in candidates]
+        chosen = max(range(len(candidates)), key=lambda place: _entropy(nexts[place]))
+        tokens.append(candidates[chosen])
+        if len(tokens) == count:
+            return tokens
+        likely = nexts[chosen]
+        candidates = heapq.nsmallest(
+            NUM_CANDIDATES,
+            range(len(likely)),
+            key=lambda token: abs(likely[token] - CANARY_LOGPROB),
+        )
+
+
+def _entropy(logprobs: Sequence[float]) -> float:
+    return -fsum(x * exp(x) for x in logprobs if -_NEGLIGIBLE < x <= 0.0)
 
 
 def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | None:
@@ -139,19 +163,18 @@ def _find_far(probe: Probe, answer: Answer, before: Answer | None) -> str | None
 
 
 def _find_unlike(probe: Probe, answer: Answer) -> str | None:
-    scored = answer.sampler[len(answer.learner) :]
-    pairs = zip(_gaps(answer.decoded, scored), scored, strict=True)
-    gaps = [gap / max(1.0, abs(score)) for gap, score in pairs]
+    gaps = _gaps(answer.decoded, answer.sampler[len(answer.learner) :])
     if max(gaps, default=0.0) <= probe.limit:
         return None
     return (
         f"it decodes otherwise than it scores: {len(gaps)} tokens that it decoded after the canary "
-        f"differ by {', '.join(f'{gap:.2e}' for gap in gaps)} per nat from its own scores of them, "
-        f"where the limit is {probe.limit:g}"
+        f"differ by {', '.join(f'{gap:.2e}' for gap in gaps)} from its own scores of them, where "
+        f"the limit is {probe.limit:g}"
     )
 
 
 def _gaps(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Absolute differences; one that is no number is infinite."""
-    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    """Differences, each over what CANARY_NATS allows it; one that is no number is infinite."""
+    pairs = list(zip(ours, theirs, strict=True))
+    gaps = [abs(a - b) / max(1.0, min(abs(a), abs(b)) / CANARY_NATS) for a, b in pairs]
     return [inf if isnan(gap) else gap for gap in gaps]

@@ -17,6 +17,8 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from itertools import chain
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -287,6 +289,10 @@ class SamplerProcess:
         except Exception as error:  # noqa: BLE001 - user code: any error is one sample's failure
             self._raised(key, "environment", error)
             return
+        if key.split == "eval" and not isfinite(rollout.reward):
+            broken = ValueError(f"the reward is not finite: {rollout.reward}")
+            self._raised(key, "environment", broken)
+            return
         self._finished[key] = rollout
         self._handle(RolloutDone(key, rollout.summary()))
         if key.split == "eval":
@@ -325,7 +331,9 @@ class SamplerProcess:
         rewards = [s.reward for s in summaries]
         turns = turn_rewards_of(rollouts) or [[]]
         learner = self._context.config.learner
-        low, high = compared_range(rewards, turns, learner.turn_credit, learner.turn_discount)
+        low = high = nan  # which no filter takes: the learner names it
+        if all(map(isfinite, chain(rewards, *turns))):
+            low, high = compared_range(rewards, turns, learner.turn_credit, learner.turn_discount)
         started_s = self._started_s.pop((write.key.group_id, write.key.attempt))
         done = GroupCompleted(
             key=write.key,

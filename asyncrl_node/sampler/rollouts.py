@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from math import isfinite
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -121,8 +122,9 @@ class RolloutRunner:
 
         A rollout past the budget is cut off, graded as it stands and its rewards clamped to at most
         0, those of its turns one by one. Raises: whatever the environment raises; EngineFailure;
-        ValueError for a rollout that sampled nothing, whose rewards are not finite, or that has
-        another number of turns than of turn rewards.
+        ValueError for a rollout that sampled nothing, or that has another number of turns than of
+        turn rewards. Rewards that are not finite are left as they are: the learner stops the run by
+        the name of their group; a sample that were redone until it is finite would be a bias.
         """
         deadline_s = asyncio.get_running_loop().time() + self._limits.timeout_s
         rollout = Rollout()
@@ -131,8 +133,8 @@ class RolloutRunner:
         except _OutOfTime:
             outcome = await self._grade_cut_off(environment, rollout, [])
         if rollout.timed_out:
-            clamped = tuple(min(0.0, reward) for reward in outcome.turn_rewards)
-            outcome = Outcome(min(0.0, outcome.reward), clamped)
+            clamped = tuple(map(_at_most_zero, outcome.turn_rewards))
+            outcome = Outcome(_at_most_zero(outcome.reward), clamped)
         _check(rollout, outcome)
         rollout.reward = float(outcome.reward)
         rollout.turn_rewards = tuple(map(float, outcome.turn_rewards))
@@ -216,13 +218,13 @@ class RolloutRunner:
 def _check(rollout: Rollout, outcome: Outcome) -> None:
     if not any(rollout.loss_mask):
         raise ValueError("the rollout ended before its first sampled token")
-    if not np.isfinite(outcome.reward):
-        raise ValueError(f"the reward is not finite: {outcome.reward}")
-    if not np.isfinite(outcome.turn_rewards).all():
-        raise ValueError(f"a turn's reward is not finite: {outcome.turn_rewards}")
     given, turns = len(outcome.turn_rewards), len(rollout.turn_ends)
     if given not in (0, turns):
         raise ValueError(f"the environment rewarded {given} turns of {turns}")
+
+
+def _at_most_zero(reward: float) -> float:
+    return min(0.0, reward) if isfinite(reward) else reward
 
 
 def turn_rewards_of(rollouts: list[Rollout]) -> list[list[float]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf, nan
+from collections.abc import Sequence
+from itertools import pairwise
+from math import exp, inf, log, nan
 
 import pytest
 from hypothesis import given
@@ -108,9 +110,8 @@ def test_what_is_decoded_must_be_what_is_scored() -> None:
     assert find_stale(probe, decoding(0.0099, -0.005), BEFORE) is None
     assert find_stale(probe, decoding(0.0, -0.25), None) == (
         "it decodes otherwise than it scores: 2 tokens that it decoded after the canary differ by "
-        "0.00e+00, 8.33e-02 per nat from its own scores of them, where the limit is 0.01"
+        "0.00e+00, 2.50e-01 from its own scores of them, where the limit is 0.01"
     )
-    assert find_stale(probe, decoding(0.0, 0.029), None) is None, "of -3, three times the limit"
     assert find_stale(probe, decoding(nan, 0.0), BEFORE) is not None
 
 
@@ -128,3 +129,39 @@ def test_what_was_decoded_does_not_hide_a_canary_that_has_not_moved() -> None:
     assert "bit for bit" in str(find_stale(wide, stale, before))
     near = wide._replace(limit=0.05)
     assert "they are those of version 3" in str(find_stale(near, stale, before))
+
+
+def test_a_rare_token_may_be_off_in_proportion() -> None:
+    """-12 is three times CANARY_NATS; whichever of the two is likelier counts."""
+    learner = (-12.0, -4.0, -1.0)
+    for far, near in ((-12.029, -12.031), (-11.972, -11.969)):
+        assert find_stale(PROBE, Answer(4, learner, (far, -4.0, -1.0)), None) is None
+        assert find_stale(PROBE, Answer(4, learner, (near, -4.0, -1.0)), None) is not None
+    assert find_stale(PROBE, Answer(4, learner, (-12.0, -4.011, -1.0)), None) is not None
+    assert find_stale(PROBE, Answer(4, learner, (-1.0, -4.0, -1.0)), None) is not None
+
+
+def test_the_canary_goes_where_much_is_possible() -> None:
+    """After 7 anything goes, after any other token it is certain what comes: the next number."""
+    size = 10
+
+    def next_logprobs(tokens: Sequence[int]) -> list[float]:
+        last = tokens[-1]
+        if last == 7:
+            return [-log(size)] * size
+        rare = [-2.0 if token == 7 else -50.0 for token in range(size)]
+        rare[(last + 1) % size] = log(1 - exp(-2.0))
+        return rare
+
+    probe = make_probe(size, 20, 0.5, next_logprobs)
+    assert probe is not None
+    assert all(7 in pair for pair in pairwise(probe.tokens))
+    assert probe == make_probe(size, 20, 0.5, next_logprobs)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=9))
+def test_a_canary_is_made_of_whatever_the_learner_says(logprobs: list[float]) -> None:
+    """Broken weights are the learner's to name, when it scores what was made here."""
+    probe = make_probe(len(logprobs), 20, 0.5, lambda tokens: logprobs)
+    assert probe is not None
+    assert all(0 <= token < len(logprobs) for token in probe.tokens)

@@ -58,10 +58,12 @@ def test_later_a_single_token_may_be_far_and_all_of_them_may_not() -> None:
     gate = ParityGate(5e-5, 5e-5)
     gate.add(*scored(0.0), [1] * 8)
     gate.check()
-    gate.add(*scored(2e-4), [2] * 8)  # 2.5e-5 on average
+    gate.add(*scored(6e-3, 256), [2] * 256)  # 2.3e-5 on average
     gate.check()
     gate.check()  # nothing new: what was judged is forgotten
-    gate.add(*scored(1e-3), [3] * 8)
+    gate.add(*scored(4e-2, 255), [3] * 255)
+    gate.check()  # too few for a mean
+    gate.add(*scored(0.0, 1 + 3), [3] * 4)
     with pytest.raises(RunFault, match=r"token 3 of group 3.*average") as caught:
         gate.check()
     assert caught.value.name == "parity"
@@ -85,7 +87,19 @@ def test_an_unlikely_token_may_be_off_by_more() -> None:
     gate = ParityGate(5e-5, 5e-5)
     gate.add(tokens, learner + far, learner, [1, 1])
     gate.check()
+    gate = ParityGate(5e-5, 5e-5)
     gate.add(tokens, learner + far, learner, [1, 1])
     gate.add(tokens, learner + far.flip(0), learner, [2, 2])
     with pytest.raises(RunFault, match=r"worst: token 0 of group 2"):
         gate.check()
+
+
+def test_what_only_one_side_finds_unlikely_is_far() -> None:
+    """Over the larger |log-probability| it would never be more than 1."""
+    tokens = torch.arange(8)
+    likely, unlikely = torch.full((8,), -0.01), torch.full((8,), -50.0)
+    for sampler, learner in ((likely, unlikely), (unlikely, likely)):
+        gate = ParityGate(1.0, None)
+        gate.add(tokens, sampler, learner, [1] * 8)
+        with pytest.raises(RunFault, match=r"per nat by 5.00e\+01"):
+            gate.check()

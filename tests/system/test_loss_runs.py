@@ -117,6 +117,51 @@ def test_a_group_that_stops_the_run_is_written_aside(tmp_path: Path) -> None:
     assert int(match[1]) not in {row["group"] for row in trained(run_dir)}
 
 
+SPOILED_TASK = """
+from asyncrl_node.tasks.base import Outcome
+from asyncrl_node.tasks.sort_digits import SortDigits, SortDigitsEnvironment
+
+
+class Spoiled(SortDigitsEnvironment):
+    async def step(self, completion_tokens):
+        outcome = await super().step(completion_tokens)
+        lost = self.on_train and len(self._digits) > 6 and not outcome.reward
+        return REWARD if lost else outcome
+
+
+class Task(SortDigits):
+    def __init__(self, seed, model_dir):
+        super().__init__(seed)
+
+    def environment(self, split, index):
+        environment = Spoiled(self.digits(split, index))
+        environment.on_train = split == "train"
+        return environment
+"""
+
+
+@pytest.mark.parametrize(
+    "reward", ["Outcome(float('nan'))", "Outcome(0.0, (float('inf'),))"], ids=["nan", "turn_inf"]
+)
+def test_a_reward_that_is_not_finite_ends_the_run_with_its_group(
+    tmp_path: Path, reward: str
+) -> None:
+    """Only failures are spoiled: samples redone until finite would train on successes alone."""
+    task = tmp_path / "task.py"
+    task.write_text(SPOILED_TASK.replace("REWARD", reward))
+    run_dir = tmp_path / "run"
+    mine = ("--task", f"{task}:Task", "--model", str(WARM_MODEL))
+    done = launch(run_dir, "--steps", "5", *mine, *SMALL, timeout_s=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    match = re.search(r"non_finite: learner: .*group (\d+) \(problem (\d+)\)", done.stderr)
+    assert match is not None, done.stderr
+    (path,) = (run_dir / "rollouts").glob("fault-step-*.jsonl")
+    assert {(row["group"], row["problem"]) for row in rows(path)} == {
+        (int(match[1]), int(match[2]))
+    }
+    assert int(match[1]) not in {row["group"] for row in trained(run_dir)}
+
+
 def test_a_loss_that_raises_ends_the_run_with_its_line(tmp_path: Path) -> None:
     """Case: a mistake that only stale tokens meet, in a helper of the user's file."""
     bad = tmp_path / "bad.py"

@@ -195,8 +195,7 @@ def test_case_16_a_head_left_stale_is_caught_at_the_first_load_it_spoils(
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(BREAK_VLLM.replace("BROKEN", worker))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), str(ROOT)]))
-    big_step = ("--learner.warmup-steps", "0", "--learner.learning-rate", "3e-3")
-    with running(run_dir, "--steps", "40", *big_step) as launcher:
+    with running(run_dir, "--steps", "40") as launcher:
         assert launcher.stdout is not None
         warned = next(line for line in launcher.stdout if line.startswith("warning:"))
         launcher.send_signal(signal.SIGINT)
