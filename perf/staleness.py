@@ -5,8 +5,8 @@
 
 Each run is `launch.py` with `--pacing.fixed-staleness` and a pipeline s steps deep: real processes,
 and every group exactly s steps stale from step s on, whatever the machine is busy with. A run whose
-records say otherwise is shown apart and averaged into nothing. Reward is held-out, at temperature
-1, after the last step; a run that stopped by a fault counts with its last held-out reward.
+records say otherwise, or that a fault stopped, is shown apart and averaged into nothing. Reward is
+held-out, at temperature 1, after the last step.
 
 With one optimizer update per step, fresh data has an importance ratio of 1, where all losses with
 one weight per token have the same gradient; so staleness 0 is run for ppo and gspo alone. A setting
@@ -124,6 +124,13 @@ class Outcome(NamedTuple):
     commit: str
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Steps and held-out problems, as the command has them."""
+        words = self.command.split()
+        steps, problems = (words[words.index(key) + 1] for key in ("--steps", "--eval-problems"))
+        return int(steps), int(problems)
+
+    @property
     def is_exact(self) -> bool:
         """Say whether every token was as stale as it should be."""
         return self.staleness_min == self.staleness_max == self.cell.staleness
@@ -134,6 +141,11 @@ def main() -> int:
     options = parse(sys.argv[1:])
     console = Console()
     known = read_results(options.results)
+    others = sum(outcome.size != (options.steps, options.problems) for outcome in known)
+    if others:
+        story = f"holds {others} runs of other --steps or --problems than {options.steps} and "
+        print(f"error: --results: {story}{options.problems}", file=sys.stderr)
+        return 2
     if not options.table:
         run_all(options.cells, options, known, console)
         wide = survivors(known, options) if options.stale is None else []
@@ -278,8 +290,8 @@ def read_results(path: Path) -> list[Outcome]:
 
 
 def commit() -> str:
-    """Name the commit that is checked out here."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
+    """Name the commit that is checked out here, and whether something in it was changed."""
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(
         asked, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -315,12 +327,17 @@ def averages(
 
 
 def rewards_by(outcomes: Iterable[Outcome], rate: float) -> dict[tuple[str, int], list[float]]:
-    """Give the held-out rewards of all seeds by (setting, staleness); inexact runs are left out."""
+    """Give the held-out rewards of all seeds by (setting, staleness).
+
+    Runs of another staleness than asked, or that a fault stopped, are left out.
+    """
     rewards: dict[tuple[str, int], list[float]] = defaultdict(list)
     for outcome in outcomes:
         cell = outcome.cell
-        if outcome.is_exact and outcome.reward is not None and cell.learning_rate == rate:
-            rewards[cell.setting, cell.staleness].append(outcome.reward)
+        if not outcome.is_exact or outcome.ended != "done" or cell.learning_rate != rate:
+            continue
+        assert outcome.reward is not None
+        rewards[cell.setting, cell.staleness].append(outcome.reward)
     return rewards
 
 
@@ -360,7 +377,7 @@ def tables(outcomes: Iterable[Outcome]) -> str:
         text += ["\nOrderings that the seeds support:\n", *ordered] if ordered else []
     apart = [words(o) for o in outcomes if not o.is_exact or o.ended != "done"]
     if apart:
-        text += ["\nStopped by a fault, or not as stale as asked (the latter in no mean):\n"]
+        text += ["\nStopped by a fault, or not as stale as asked; in no mean:\n"]
         text += [f"- {line}" for line in apart]
     return "\n".join(text)
 

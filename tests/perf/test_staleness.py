@@ -13,6 +13,7 @@ from perf.staleness import (
     Cell,
     Outcome,
     averages,
+    main,
     orderings,
     parse,
     read_results,
@@ -37,7 +38,7 @@ def outcome(cell: Cell, reward: float | None, found: int | None = None) -> Outco
         entropy_last=0.1,
         ended="done",
         seconds=2.0,
-        command="python launch.py",
+        command="python launch.py --steps 100 --eval-problems 512",
         commit="0123abc",
     )
 
@@ -119,6 +120,29 @@ def test_what_ends_near_on_policy_at_8_is_taken_on_to_16_and_32() -> None:
     assert survivors(found, options) == [
         Cell("m2po", stale, 1e-3, seed) for stale in (16, 32) for seed in (0, 1)
     ]
+
+
+def test_a_run_that_a_fault_stopped_is_in_no_mean_and_is_named() -> None:
+    """Its only evaluation is the one before training."""
+    (stopped,) = cells_of("ppo", 8, 0.25)
+    stopped = stopped._replace(ended="stopped: non_finite: learner: group 3")
+    found = [*cells_of("ppo", 8, 0.0, 0.0), stopped]
+    assert averages(found, 1e-3)["ppo", 8] == (0.0, 0.0, 2)
+    assert "stopped: non_finite" in tables(found)
+
+
+def test_runs_of_another_length_are_not_averaged_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (one,) = cells_of("ppo", 8, 0.8)
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(one._asdict() | {"cell": one.cell._asdict()}) + "\n")
+    asked = ["staleness.py", "--table", "--results", str(path)]
+    monkeypatch.setattr(sys, "argv", asked)
+    assert main() == 0
+    monkeypatch.setattr(sys, "argv", [*asked, "--steps", "50"])
+    assert main() == 2
+    assert "holds 1 runs of other --steps" in capsys.readouterr().err
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
