@@ -30,6 +30,10 @@ from collections.abc import Callable, Sequence
 from math import exp, fsum, inf, isnan
 from typing import NamedTuple
 
+DECODE_EVERY = 8
+"""Decoding costs two passes more, so it is tried at the first load, the first update, and then at
+every so many loads of a sampler; scoring is tried at each."""
+
 CANARY_LOGPROB = -2.0
 """About this likely is each of its tokens when it is made."""
 
@@ -116,6 +120,12 @@ def _most_open(firsts: list[int], count: int, next_logprobs: NextLogprobs) -> li
 
 def _entropy(logprobs: Sequence[float]) -> float:
     return -fsum(x * exp(x) for x in logprobs if -_NEGLIGIBLE < x <= 0.0)
+
+
+def decodes_at(probe: Probe, num_loads: int) -> Probe:
+    """Say what of the probe a sampler is asked for that has had `num_loads` loads accepted."""
+    is_due = num_loads < 2 or num_loads % DECODE_EVERY == 0
+    return probe if is_due else probe._replace(num_decoded=0)
 
 
 def find_stale(probe: Probe, answer: Answer, before: Answer | None) -> str | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
-from asyncrl_node.core.probe import Answer, Probe, find_stale
+from asyncrl_node.core.probe import Answer, Probe, decodes_at, find_stale
 from asyncrl_node.core.transport import (
     HOST_ONLY,
     LearnerNegotiation,
@@ -113,6 +113,10 @@ class _Reader:
         self.loading_since_s: float | None = None
         """When it said that it began; None before."""
         self.acknowledged = -1
+        self.num_loads = 0
+        """Acknowledged and accepted."""
+        self.probe: Probe | None = None
+        """What it was asked for with the newest grant."""
         self.answered: Answer | None = None
         """The canary under the version it acknowledged last."""
 
@@ -266,7 +270,7 @@ class PublishingCore:
             loaded.canary_logprobs,
             loaded.decoded_logprobs,
         )
-        stale = self.probe and find_stale(self.probe, answer, reader.answered)
+        stale = reader.probe and find_stale(reader.probe, answer, reader.answered)
         if stale:
             story = (
                 f"sampler {loaded.sampler} has the bytes of version {loaded.version} but does not "
@@ -276,6 +280,7 @@ class PublishingCore:
             self._blame(loaded.sampler, "stale_weights", story)
             return
         reader.acknowledged = loaded.version
+        reader.num_loads += 1
         reader.answered = answer
         self._out.append(ToSampler(loaded.sampler, WeightsAccepted(loaded.version)))
 
@@ -307,7 +312,8 @@ class PublishingCore:
                 reader.granted = reader.loading = self.published
                 reader.loading_since_s = None
                 weights_hash = self._written[self.published].weights_hash
-                canary, _, num_decoded = self.probe or Probe((), 0.0)
+                reader.probe = self.probe and decodes_at(self.probe, reader.num_loads)
+                canary, _, num_decoded = reader.probe or Probe((), 0.0)
                 grant = LeaseGranted(self.published, weights_hash, canary, num_decoded)
                 self._out.append(ToSampler(sampler, grant))
 

@@ -15,6 +15,7 @@ from asyncrl_node.core.probe import (
     DECODED_TOKENS,
     Answer,
     Probe,
+    decodes_at,
     find_stale,
     make_probe,
 )
@@ -119,6 +120,13 @@ def test_what_is_decoded_must_be_what_is_scored() -> None:
 def test_a_canary_that_was_not_decoded_on_is_refused(count: int) -> None:
     story = find_stale(PROBE._replace(num_decoded=2), decoding(*[0.0] * count), BEFORE)
     assert story == f"it decoded {count} tokens after the canary instead of 2"
+
+
+def test_decoding_is_tried_at_the_first_two_loads_and_then_now_and_again() -> None:
+    probe = PROBE._replace(num_decoded=2)
+    asked = [decodes_at(probe, loads).num_decoded for loads in range(18)]
+    assert [load for load, count in enumerate(asked) if count] == [0, 1, 8, 16]
+    assert {decodes_at(probe, loads)._replace(num_decoded=2) for loads in range(18)} == {probe}
 
 
 def test_what_was_decoded_does_not_hide_a_canary_that_has_not_moved() -> None:

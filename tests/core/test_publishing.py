@@ -242,6 +242,34 @@ def test_case_16_weights_that_never_arrived_are_a_named_fault(probing: Learner) 
     assert probing.do(WeightsLoaded(0, 0, 4, hash_of(4), canary_of(4))) == []
 
 
+def test_what_a_sampler_is_asked_to_decode_it_must_have_decoded() -> None:
+    """At its first two loads, and not at its third; a process that starts anew begins anew."""
+    learner = Learner(PROBE._replace(num_decoded=1))
+    learner.do(WeightsHello(0, 0))
+
+    def load(version: int, incarnation: int = 0) -> int:
+        learner.publish(version)
+        (grant,) = learner.do(Lease(0, incarnation))
+        assert isinstance(grant, ToSampler)
+        assert isinstance(grant.message, LeaseGranted)
+        learner.do(Release(0, incarnation, version))
+        scored = canary_of(version) + (-3.0,) * grant.message.num_decoded
+        decoded = (-3.0,) * grant.message.num_decoded
+        done = WeightsLoaded(0, incarnation, version, hash_of(version), scored, decoded)
+        assert learner.do(done) == [accepted(0, version)]
+        return grant.message.num_decoded
+
+    assert [load(version) for version in range(3)] == [1, 1, 0]
+    learner.do(WeightsHello(0, 1))
+    assert load(3, incarnation=1) == 1
+    learner.publish(4)
+    learner.do(Lease(0, 1))
+    learner.do(Release(0, 1, 4))
+    (fault,) = learner.do(WeightsLoaded(0, 1, 4, hash_of(4), canary_of(4)))
+    assert isinstance(fault, AtFault)
+    assert "it decoded 0 tokens after the canary instead of 1" in fault.story
+
+
 def test_case_16_a_canary_that_does_not_move_is_a_named_fault_however_wide_the_limit() -> None:
     learner = Learner(PROBE._replace(limit=100.0))
     learner.do(WeightsHello(0, 0))
