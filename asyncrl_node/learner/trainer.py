@@ -506,10 +506,11 @@ class Trainer:
         return m2po_limit(torch.cat(log_ratios), torch.cat(advantages), self._config.m2_budget)
 
     def _score_all(self, groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pack, Tensor]]:
-        """Pass groups forward only; log-probabilities [N] of each pack."""
+        """Pass groups forward only; log-probabilities [N] of each pack. Raises: GroupFault."""
         for pack, _ in self._packs(groups):
             with torch.no_grad():
                 logprobs, _ = self._score(pack)
+            guard(pack, groups, logprobs)
             yield pack, logprobs
 
     def _divisor(self) -> float:

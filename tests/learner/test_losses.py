@@ -308,6 +308,45 @@ def test_m2po_keeps_the_second_moment_within_the_budget(lengths, seed):
     torch.testing.assert_close((grad == 0) & signal, beyond)
 
 
+FLOATS = st.floats(-30, 30, width=32) | st.sampled_from([0.0, 1e-30, 0.1, 0.3, math.inf, -math.inf])
+PUSHING = st.lists(st.tuples(FLOATS, st.sampled_from([1.0, -1.0, 0.0])), max_size=40)
+
+
+@settings(max_examples=400, deadline=None)
+@given(tokens=PUSHING, ulps=st.integers(-3, 3), free=st.none() | st.floats(0, 900))
+def test_m2po_limit_holds_for_any_numbers_and_where_the_budget_is_the_mean(tokens, ulps, free):
+    log_ratios = torch.tensor([x for x, _ in tokens], dtype=torch.float64)
+    advantages = torch.tensor([a for _, a in tokens], dtype=torch.float64)
+    squares = [x * x for x, a in tokens if x * a > 0]
+    mean = math.fsum(squares) / len(squares) if squares else 1.0
+    budget = mean if free is None and math.isfinite(mean) else free or 0.04
+    for _ in range(abs(ulps)):
+        budget = math.nextafter(budget, math.inf if ulps > 0 else 0.0)
+    limit = m2po_limit(log_ratios, advantages, budget)
+    left = [min(square, limit * limit) for square in squares]
+    slack = 1e-9 * budget
+    if math.isinf(limit):
+        assert math.fsum(squares) <= (budget + slack) * len(squares)
+    else:
+        assert math.fsum(left) == pytest.approx(budget * len(squares), rel=1e-9, abs=1e-300)
+        assert mean >= budget - slack
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_m2po_limit_next_to_the_mean_however_its_sum_was_rounded(seed):
+    log_ratios = torch.tensor(np.random.default_rng(seed).normal(0, 0.3, 300)).abs()
+    mean = float(log_ratios.square().mean())
+    for budget in (math.nextafter(mean, 0.0), mean, math.nextafter(mean, math.inf)):
+        limit = m2po_limit(log_ratios, torch.ones(300), budget)
+        assert limit == math.inf or limit == pytest.approx(float(log_ratios.max()), rel=1e-6)
+
+
+def test_m2po_limit_is_infinite_where_the_budget_is_exactly_the_mean():
+    log_ratios = torch.tensor([0.5, 0.25, 0.5, 0.25])
+    assert m2po_limit(log_ratios, torch.ones(4), 0.15625) == math.inf
+    assert m2po_limit(log_ratios, torch.ones(4), 0.15) < 0.5
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.49, 0.5, 1.0, 5.0, 5.1, 400.0])
 def test_corrections(weight):
     weights = torch.tensor([weight])

@@ -28,6 +28,7 @@ from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault
+from asyncrl_node.learner.losses.registry import LOSSES
 from asyncrl_node.learner.trainer import Trainer
 
 VOCAB = 29
@@ -408,30 +409,47 @@ def set_sampler_logprob(group, value):
     group.sampler_logprobs[np.flatnonzero(group.loss_mask)[-1]] = value
 
 
+def set_sampler_logprobs(group, value):
+    group.sampler_logprobs[group.loss_mask] = value
+
+
 def set_reward(group, value):
     group.rewards[0] = value
 
 
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize(
-    ("spoil", "value", "problem"),
+    ("spoil", "problem"),
     [
-        (set_sampler_logprob, float("nan"), "the sampler log-probability of a token is nan"),
-        (set_sampler_logprob, float("-inf"), "the sampler log-probability of a token is -inf"),
-        (set_reward, float("nan"), "reward 0 of 3 is nan"),
-        (set_reward, float("inf"), "reward 0 of 3 is inf"),
+        (set_sampler_logprob, "the sampler log-probability of a token is"),
+        (set_sampler_logprobs, "the sampler log-probability of a token is"),
+        (set_reward, "reward 0 of 3 is"),
     ],
 )
-def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, spoil, value, problem):
-    trainer = Trainer(CONFIG, model_dir, 1.0, seed=0)
+def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, loss, spoil, value, problem):
+    trainer = Trainer(msgspec.structs.replace(CONFIG, loss=loss), model_dir, 1.0, seed=0)
     before = weights(trainer)
     groups = make_groups(4)
-    spoil(groups[2], value)
-    with pytest.raises(GroupFault, match=rf"group 2 \(problem 102\): {problem}") as fault:
+    spoil(groups[2], float(value))
+    story = rf"group 2 \(problem 102\): {problem} {value};"
+    with pytest.raises(GroupFault, match=story) as fault:
         trainer.accumulate(groups, VERSION)
     assert fault.value.group is groups[2]
     assert fault.value.name == "non_finite"
     assert_same(weights(trainer), before, 0.0)
     assert not trainer._optimizer.state
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_group_of_a_later_update_is_looked_at_before_the_first(model_dir, value):
+    config = msgspec.structs.replace(CONFIG, loss="decoupled_ppo", num_substeps=2)
+    trainer = Trainer(config, model_dir, 1.0, seed=0)
+    groups = make_groups(4)
+    set_sampler_logprob(groups[2], float(value))
+    with pytest.raises(GroupFault, match=f"sampler log-probability of a token is {value}") as fault:
+        trainer.keep_proximal(groups[2:])
+    assert fault.value.group is groups[2]
 
 
 def test_a_broken_weight_is_named_by_the_group_that_meets_it(model_dirs):

@@ -83,18 +83,17 @@ def m2po_limit(log_ratios: Tensor, advantages: Tensor, budget: float) -> float:
 
     log_ratios, advantages [N]: *all* loss tokens of the update, from every micro-batch and rank, in
     any order. The mean runs over the tokens that clipping can stop, A > 0 at r > 1 and A < 0 at
-    r < 1; the others pull towards the sampler and are left alone. inf if all fit.
+    r < 1; the others pull towards the sampler and are left alone. inf if all fit. A log-ratio that
+    is infinite is cut like any large one; NaN is left to the guard.
     """
     pushing = (log_ratios * advantages.sign()) > 0
     squares = log_ratios[pushing].double().square().sort().values
     count = len(squares)
-    if not count or float(squares.mean()) <= budget:
-        return inf
-    below = squares.cumsum(0) - squares
+    below = torch.cat([squares.new_zeros(1), squares.cumsum(0)])[:-1]
     above = torch.arange(count, 0, -1, dtype=torch.float64, device=squares.device)
     candidates = (budget * count - below) / above
-    fits = candidates <= squares
-    return sqrt(max(0.0, float(candidates[fits.nonzero()[0, 0]])))
+    cut = (candidates < squares).nonzero()
+    return sqrt(max(0.0, float(candidates[cut[0, 0]]))) if len(cut) else inf
 
 
 _LARGEST_EXPONENT = 80.0
