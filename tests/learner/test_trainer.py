@@ -433,10 +433,11 @@ def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, loss, spoi
     groups = make_groups(4)
     spoil(groups[2], float(value))
     story = rf"group 2 \(problem 102\): {problem} {value};"
-    with pytest.raises(GroupFault, match=story) as fault:
-        trainer.accumulate(groups, VERSION)
-    assert fault.value.group is groups[2]
-    assert fault.value.name == "non_finite"
+    for batch in (groups, groups[2:3]):
+        with pytest.raises(GroupFault, match=story) as fault:
+            trainer.accumulate(batch, VERSION)
+        assert fault.value.group is groups[2]
+        assert fault.value.name == "non_finite"
     assert_same(weights(trainer), before, 0.0)
     assert not trainer._optimizer.state
 
