@@ -216,6 +216,8 @@ def guard(
         broken = torch.nonzero(~torch.isfinite(values))
         if len(broken):
             token = int(broken[0])
-            story = f"the {problem} of a token is {float(values[token])}; no weight was changed"
+            story = (
+                f"the {problem} of a token is {float(values[token])}; this update changed nothing"
+            )
             raise GroupFault("non_finite", groups[pack.places[token]], story)
     raise RunFault("non_finite", f"the losses of {len(groups)} groups overflow in sum")
