@@ -386,6 +386,57 @@ def test_what_is_known_of_a_trust_region_is_what_the_loss_does(name):
     assert LOSSES[name].two_sided == (not grad.any())
 
 
+def at_the_clamp(name, gap, advantage, dual_clip):
+    """What base.py says of LARGEST_LOG_RATIO: gradient of one token, and whether it is clipped."""
+    beyond = abs(gap) > 20
+    ratio = math.exp(max(-20.0, min(20.0, gap)))
+    if name == "importance_sampling":
+        return (0.0 if beyond else -advantage * ratio), beyond
+    if name == "cispo":
+        return -advantage * min(ratio, 2.0), beyond or ratio > 2.0
+    if advantage * gap > 0 or (advantage < 0 and gap > 0 and dual_clip):
+        return 0.0, True
+    if name == "gspo":
+        return -advantage * ratio, beyond
+    return (0.0 if beyond else -advantage * ratio), beyond
+
+
+@ALL
+@pytest.mark.parametrize("gap", [19.0, 21.0, -19.0, -21.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_the_largest_log_ratio_is_no_trust_region(name, gap, advantage, dual_clip):
+    """Just within it and just beyond. The proximal policy is the sampler, d = 1."""
+    case = Case(
+        lengths=[1],
+        new=np.array([gap]),
+        old=np.zeros(1),
+        advantages=np.array([advantage]),
+        staleness=np.array([1]),
+        proximal=np.zeros(1),
+    )
+    _, grad, result = run(name, case.tensors(), LossSettings(dual_clip=dual_clip))
+    expected, clipped = at_the_clamp(name, gap, advantage, dual_clip)
+    assert float(grad[0]) == pytest.approx(expected, rel=1e-9, abs=0)
+    assert int(result.num_clipped) == clipped
+    assert float(result.ratio_max) == pytest.approx(math.exp(max(-20, min(20, gap))))
+
+
+@ALL
+@pytest.mark.parametrize("far", ["behaviour", "learner"])
+def test_what_lies_beyond_the_clamp_on_either_side_of_the_proximal_policy_is_clipped(name, far):
+    case = Case(
+        lengths=[1],
+        new=np.array([-21.0]),
+        old=np.zeros(1),
+        advantages=np.ones(1),
+        staleness=np.array([1]),
+        proximal=np.array([-21.0 if far == "behaviour" else 0.0]),
+    )
+    _, _, result = run(name, case.tensors(), LossSettings(weight_correction="off"))
+    assert int(result.num_clipped) == 1
+
+
 @ALL
 @pytest.mark.parametrize("gap", [1e4, 40.0, -40.0, -1e4])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

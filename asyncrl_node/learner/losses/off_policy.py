@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncrl_node.learner.losses.base import (
     LossInput,
     TokenLoss,
+    beyond_largest,
     given,
     importance_ratios,
     needs,
@@ -75,7 +76,8 @@ def m2po(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     wide = LossSettings(clip_low=1.0 - low, clip_high=high - 1.0, dual_clip=settings.dual_clip)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, wide)
-    return token_loss(losses, clipped, ratios)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(losses, clipped | clamped, ratios)
 
 
 def m2po_limit(log_ratios: Tensor, advantages: Tensor, budget: float) -> float:
@@ -107,4 +109,7 @@ def _decoupled(tokens: LossInput, proximal: Tensor, settings: LossSettings) -> T
     ratios = importance_ratios(tokens.logprobs, proximal)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
     to_sampler = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
-    return token_loss(weights * losses, clipped | (weights != behaviour), to_sampler)
+    cut = clipped | (weights != behaviour)
+    for new, old in ((tokens.logprobs, proximal), (proximal, tokens.sampler_logprobs)):
+        cut = cut | beyond_largest(new, old)
+    return token_loss(weights * losses, cut, to_sampler)
