@@ -179,4 +179,9 @@ def loss_notes(config: Config) -> list[str]:
             "kl_estimator k1 without kl_weighted: its gradient is zero in the mean, only noise; "
             "prefer k2, or weigh it"
         )
+    if depth and learner.kl_coefficient and learner.kl_weighted:
+        notes.append(
+            f"kl_weighted and pipeline_depth is {depth}: the ratio that weighs the KL is not "
+            "clipped, whatever the loss clips; a few stale tokens may carry the whole term"
+        )
     return notes

@@ -24,8 +24,10 @@ Where an environment rewards turns, with K_i turns in rollout i and r_ik for tur
 
 Every sampled token of turn k has the advantage A_ik. A turn is credited with what came of it and
 with nothing before it (returns as credit: Williams 1992, REINFORCE). Turn k of the siblings has
-other histories than its own; their mean is a baseline all the same, for it does not depend on what
-turn k itself does.
+other histories than its own; the mean of their G_jk is a baseline all the same, for it does not
+depend on what turn k itself does. That is leave_one_out; the others' mean contains G_ik too.
+mean is leave_one_out times (R_k - 1) / R_k, R_k the rollouts that reached turn k; mean_std and
+mean_normalised also divide by what contains G_ik.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from asyncrl_node.messages import WeightEntry
 
 
 class GroupFault(RunFault):
-    """A fault that one group is to blame for; no weight was changed."""
+    """A fault that one group is to blame for; the update that it belongs to changed no weight.
+
+    Earlier updates of the same step (`num_substeps` above 1) stand.
+    """
 
     def __init__(self, name: str, group: TrajectoryGroup, problem: str) -> None:
         super().__init__(name, f"group {group.group_id} (problem {group.problem}): {problem}")

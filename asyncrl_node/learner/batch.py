@@ -192,13 +192,20 @@ def bare_pack(tokens: Tensor, targets: Tensor, lengths: list[int]) -> Pack:
     )
 
 
-def guard(pack: Pack, groups: Sequence[TrajectoryGroup], logprobs: Tensor, losses: Tensor) -> None:
-    """Let only finite numbers through to the backward pass.
+def guard(
+    pack: Pack,
+    groups: Sequence[TrajectoryGroup],
+    logprobs: Tensor,
+    losses: Tensor | None = None,
+) -> None:
+    """Let only finite numbers through to the backward pass, or to statistics of a whole update.
 
-    logprobs, losses  [N], without gradient
+    logprobs, losses  [N], without gradient; no losses where none was computed yet
 
     Raises: GroupFault for the group of the first token that is not, or RunFault for a bare sum.
     """
+    if losses is None:
+        losses = torch.zeros_like(logprobs)
     if isfinite(float(losses.sum() + logprobs.sum() + pack.sampler_logprobs.sum())):
         return
     for problem, values in (
@@ -209,6 +216,8 @@ def guard(pack: Pack, groups: Sequence[TrajectoryGroup], logprobs: Tensor, losse
         broken = torch.nonzero(~torch.isfinite(values))
         if len(broken):
             token = int(broken[0])
-            story = f"the {problem} of a token is {float(values[token])}; no weight was changed"
+            story = (
+                f"the {problem} of a token is {float(values[token])}; this update changed nothing"
+            )
             raise GroupFault("non_finite", groups[pack.places[token]], story)
     raise RunFault("non_finite", f"the losses of {len(groups)} groups overflow in sum")

@@ -71,9 +71,11 @@ def _blaming(group: TrajectoryGroup) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise GroupFault("non_finite", group, f"{error}; no weight was changed") from error
+        raise GroupFault("non_finite", group, f"{error}; this update changed nothing") from error
     except RunFault as fault:
-        raise GroupFault(fault.name, group, f"{fault.story}; no weight was changed") from fault
+        raise GroupFault(
+            fault.name, group, f"{fault.story}; this update changed nothing"
+        ) from fault
 
 
 def _check(group: TrajectoryGroup, advantages: Sequence[float]) -> None:
@@ -81,4 +83,4 @@ def _check(group: TrajectoryGroup, advantages: Sequence[float]) -> None:
     for place, advantage in enumerate(advantages):
         if not abs(advantage) <= LARGEST_FLOAT32:
             story = f"advantage {place} of {len(advantages)} is {advantage}: not a finite float32"
-            raise GroupFault("non_finite", group, f"{story}; no weight was changed")
+            raise GroupFault("non_finite", group, f"{story}; this update changed nothing")

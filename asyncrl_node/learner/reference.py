@@ -73,5 +73,5 @@ class Reference:
         logprobs, _ = score_pack(self.model, pack, self._temperature)
         if not isfinite(float(logprobs.sum())):
             story = f"the reference model {self._model_dir} gives log-probabilities that are not"
-            raise RunFault("non_finite", f"{story} finite; no weight was changed")
+            raise RunFault("non_finite", f"{story} finite; this update changed nothing")
         return logprobs

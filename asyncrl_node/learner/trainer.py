@@ -23,8 +23,8 @@ token but one (nothing later predicts a sampled token), the head scores sampled 
 rollout with advantage zero gets no backward pass, unless an entropy bonus or a user's own loss may
 have a gradient there. Every metric still covers all loss tokens.
 
-Guard: every number that reaches the optimizer is finite, or the run stops by name before a weight
-has moved.
+Guard: every number that reaches the optimizer is finite, or the run stops by name before the update
+moves a weight. Earlier updates of the step stand; a run goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Trainer:
         Constant groups count in the mean, with zero. Without any loss token nothing happens.
 
         Raises: GroupFault for a gradient that is not finite, RunFault for gradients that overflow
-        in sum, or "parity" before the first update; no weight has moved.
+        in sum, or "parity" before the first update; this update has moved no weight.
         """
         if self._pending_tokens:
             self._parity.check()
@@ -506,10 +506,11 @@ class Trainer:
         return m2po_limit(torch.cat(log_ratios), torch.cat(advantages), self._config.m2_budget)
 
     def _score_all(self, groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pack, Tensor]]:
-        """Pass groups forward only; log-probabilities [N] of each pack."""
+        """Pass groups forward only; log-probabilities [N] of each pack. Raises: GroupFault."""
         for pack, _ in self._packs(groups):
             with torch.no_grad():
                 logprobs, _ = self._score(pack)
+            guard(pack, groups, logprobs)
             yield pack, logprobs
 
     def _divisor(self) -> float:
@@ -536,10 +537,10 @@ class Trainer:
             for pack, has_signal in self._packs([group]):
                 self._run(pack, self._score_by_reference(pack), [group], has_signal)
             if not isfinite(self._grad_norm()):
-                story = "its gradient is not finite; no weight was changed"
+                story = "its gradient is not finite; this update changed nothing"
                 return GroupFault("non_finite", group, story)
         count = len(self._pending)
-        story = f"the gradients of {count} groups overflow in sum; no weight was changed"
+        story = f"the gradients of {count} groups overflow in sum; this update changed nothing"
         return RunFault("non_finite", story)
 
     def _load_reference(self) -> Reference:

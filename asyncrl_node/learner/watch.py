@@ -13,9 +13,11 @@ the series and their commands).
     ppo, lr 1e-3, depth 8 (2 seeds)        .54 - .71           .9-1.1    1069 - 1882
     importance_sampling, lr 1e-3, depth 8  .00                 2.1-3.1   2660 - 10100
 
-    (KL: the largest median of 5 steps of mismatch/kl_stale, in nats per token.)
+    (KL: the largest median of 5 steps of mismatch/kl_stale, in nats per token. In these runs the
+    tokens of older_kv were none: samplers recomputed keys and values.)
 
-    kl       median of the last 5 steps at 0.2 or more
+    kl       median of the last 5 steps at 0.2 or more, over all tokens that the weights in use have
+             not sampled: mismatch/kl_stale and mismatch/kl_older_kv, weighted by their tokens
     ratio    above 100 in 2 of the last 10 steps
     entropy  median of the last 5 steps below half of where it began, and the reward no better than
              where it began; or above twice where it began
@@ -76,10 +78,10 @@ class CollapseWatch:
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
         """Take a step's metrics row; returns what begins to go wrong with it.
 
-        Reads mismatch/kl_stale (None or 0 where no token was stale), ratio/max, entropy/mean and
-        reward/trained_mean.
+        Reads mismatch/kl_* and num_tokens_* of stale and older_kv (a KL may be None where there
+        was no such token), ratio/max, entropy/mean and reward/trained_mean.
         """
-        self._kl.append(metrics["mismatch/kl_stale"] or 0.0)
+        self._kl.append(_drift(metrics))
         self._ratios.append(metrics["ratio/max"] or 0.0)
         self._entropies.append(metrics["entropy/mean"] or 0.0)
         self._rewards.append(metrics["reward/trained_mean"] or 0.0)
@@ -130,3 +132,13 @@ class CollapseWatch:
         calm = self._calm.get(name, CALM_STEPS)
         self._calm[name] = 0 if story else calm + 1
         return bool(story) and calm >= CALM_STEPS
+
+
+def _drift(metrics: Mapping[str, float | None]) -> float:
+    """KL per token of all that the weights in use have not sampled; 0 without any."""
+    total = tokens = 0.0
+    for population in ("stale", "older_kv"):
+        count = metrics[f"mismatch/num_tokens_{population}"] or 0.0
+        total += count * (metrics[f"mismatch/kl_{population}"] or 0.0)
+        tokens += count
+    return total / tokens if tokens else 0.0

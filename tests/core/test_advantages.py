@@ -195,3 +195,17 @@ def test_a_range_of_rewards_where_turns_do_not_count():
     assert compared_range([1.0, 1.0], turns) == (0.0, 1.0)
     assert compared_range([1.0, 2.0], [[1.0, 0.0], [1.0, 0.0]]) == (1.0, 1.0)
     assert compared_range([1.0, 1.0], [[1.0], [1.0]], "as_given") == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "independent"), [("leave_one_out", True), ("mean", False)])
+def test_only_the_baseline_of_leave_one_out_does_not_depend_on_the_turn_itself(kind, independent):
+    """The baseline is what is taken off the turn's return; rollout 0's turn 1 earns ever more."""
+    baselines = []
+    for earned in (0.0, 1.0, 8.0):
+        turns = [[0.5, earned], [1.0, 2.0], [0.0, 1.0, 3.0], [4.0]]
+        advantages = turn_advantages(turns, partial(group_advantages, kind=kind))
+        baselines.append(earned - advantages[0][1])
+    if independent:
+        assert baselines == pytest.approx([3.0] * 3)
+    else:
+        assert baselines == pytest.approx([2.0, 7.0 / 3.0, 14.0 / 3.0])

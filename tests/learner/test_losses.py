@@ -308,6 +308,45 @@ def test_m2po_keeps_the_second_moment_within_the_budget(lengths, seed):
     torch.testing.assert_close((grad == 0) & signal, beyond)
 
 
+FLOATS = st.floats(-30, 30, width=32) | st.sampled_from([0.0, 1e-30, 0.1, 0.3, math.inf, -math.inf])
+PUSHING = st.lists(st.tuples(FLOATS, st.sampled_from([1.0, -1.0, 0.0])), max_size=40)
+
+
+@settings(max_examples=400, deadline=None)
+@given(tokens=PUSHING, ulps=st.integers(-3, 3), free=st.none() | st.floats(0, 900))
+def test_m2po_limit_holds_for_any_numbers_and_where_the_budget_is_the_mean(tokens, ulps, free):
+    log_ratios = torch.tensor([x for x, _ in tokens], dtype=torch.float64)
+    advantages = torch.tensor([a for _, a in tokens], dtype=torch.float64)
+    squares = [x * x for x, a in tokens if x * a > 0]
+    mean = math.fsum(squares) / len(squares) if squares else 1.0
+    budget = mean if free is None and math.isfinite(mean) else free or 0.04
+    for _ in range(abs(ulps)):
+        budget = math.nextafter(budget, math.inf if ulps > 0 else 0.0)
+    limit = m2po_limit(log_ratios, advantages, budget)
+    left = [min(square, limit * limit) for square in squares]
+    slack = 1e-9 * budget
+    if math.isinf(limit):
+        assert math.fsum(squares) <= (budget + slack) * len(squares)
+    else:
+        assert math.fsum(left) == pytest.approx(budget * len(squares), rel=1e-9, abs=1e-300)
+        assert mean >= budget - slack
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_m2po_limit_next_to_the_mean_however_its_sum_was_rounded(seed):
+    log_ratios = torch.tensor(np.random.default_rng(seed).normal(0, 0.3, 300)).abs()
+    mean = float(log_ratios.square().mean())
+    for budget in (math.nextafter(mean, 0.0), mean, math.nextafter(mean, math.inf)):
+        limit = m2po_limit(log_ratios, torch.ones(300), budget)
+        assert limit == math.inf or limit == pytest.approx(float(log_ratios.max()), rel=1e-6)
+
+
+def test_m2po_limit_is_infinite_where_the_budget_is_exactly_the_mean():
+    log_ratios = torch.tensor([0.5, 0.25, 0.5, 0.25])
+    assert m2po_limit(log_ratios, torch.ones(4), 0.15625) == math.inf
+    assert m2po_limit(log_ratios, torch.ones(4), 0.15) < 0.5
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.49, 0.5, 1.0, 5.0, 5.1, 400.0])
 def test_corrections(weight):
     weights = torch.tensor([weight])
@@ -345,6 +384,57 @@ def test_what_is_known_of_a_trust_region_is_what_the_loss_does(name):
     )
     (grad,) = torch.autograd.grad(load_loss(name)(tokens, LossSettings()).losses.sum(), logprobs)
     assert LOSSES[name].two_sided == (not grad.any())
+
+
+def at_the_clamp(name, gap, advantage, dual_clip):
+    """What base.py says of LARGEST_LOG_RATIO: gradient of one token, and whether it is clipped."""
+    beyond = abs(gap) > 20
+    ratio = math.exp(max(-20.0, min(20.0, gap)))
+    if name == "importance_sampling":
+        return (0.0 if beyond else -advantage * ratio), beyond
+    if name == "cispo":
+        return -advantage * min(ratio, 2.0), beyond or ratio > 2.0
+    if advantage * gap > 0 or (advantage < 0 and gap > 0 and dual_clip):
+        return 0.0, True
+    if name == "gspo":
+        return -advantage * ratio, beyond
+    return (0.0 if beyond else -advantage * ratio), beyond
+
+
+@ALL
+@pytest.mark.parametrize("gap", [19.0, 21.0, -19.0, -21.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_the_largest_log_ratio_is_no_trust_region(name, gap, advantage, dual_clip):
+    """Just within it and just beyond. The proximal policy is the sampler, d = 1."""
+    case = Case(
+        lengths=[1],
+        new=np.array([gap]),
+        old=np.zeros(1),
+        advantages=np.array([advantage]),
+        staleness=np.array([1]),
+        proximal=np.zeros(1),
+    )
+    _, grad, result = run(name, case.tensors(), LossSettings(dual_clip=dual_clip))
+    expected, clipped = at_the_clamp(name, gap, advantage, dual_clip)
+    assert float(grad[0]) == pytest.approx(expected, rel=1e-9, abs=0)
+    assert int(result.num_clipped) == clipped
+    assert float(result.ratio_max) == pytest.approx(math.exp(max(-20, min(20, gap))))
+
+
+@ALL
+@pytest.mark.parametrize("far", ["behaviour", "learner"])
+def test_what_lies_beyond_the_clamp_on_either_side_of_the_proximal_policy_is_clipped(name, far):
+    case = Case(
+        lengths=[1],
+        new=np.array([-21.0]),
+        old=np.zeros(1),
+        advantages=np.ones(1),
+        staleness=np.array([1]),
+        proximal=np.array([-21.0 if far == "behaviour" else 0.0]),
+    )
+    _, _, result = run(name, case.tensors(), LossSettings(weight_correction="off"))
+    assert int(result.num_clipped) == 1
 
 
 @ALL

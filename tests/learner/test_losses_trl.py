@@ -206,7 +206,12 @@ def test_gspo(compute_loss, case, clips, loss_type, aggregation):
     ("correction", "low", "high"), [("truncate", 0.0, 1.2), ("mask", 0.8, 1.2), ("off", 0, 9)]
 )
 def test_decoupled_ppo_is_their_correction_for_vllm(compute_loss, case, correction, low, high):
-    """Their old policy is our proximal one; TIS truncates the weight, IcePop masks it."""
+    """Their old policy is our proximal one; TIS truncates the weight, IcePop masks it.
+
+    In TRL that happens while it samples, out of reach of _compute_loss: the weights are bounded
+    here, by hand, and handed to it. So what is compared is where and how the weight multiplies the
+    loss, not the bounding; tests/learner/oracles.py does that.
+    """
     chosen = LossSettings(weight_correction=correction, weight_low=low, weight_high=high)
     weights = np.exp(case.proximal - case.old)
     if correction == "truncate":

@@ -28,6 +28,7 @@ from asyncrl_node.config import LearnerConfig
 from asyncrl_node.core.rollout import TrajectoryGroup
 from asyncrl_node.errors import RunFault
 from asyncrl_node.learner.base import GroupFault
+from asyncrl_node.learner.losses.registry import LOSSES
 from asyncrl_node.learner.trainer import Trainer
 
 VOCAB = 29
@@ -408,30 +409,99 @@ def set_sampler_logprob(group, value):
     group.sampler_logprobs[np.flatnonzero(group.loss_mask)[-1]] = value
 
 
+def set_sampler_logprobs(group, value):
+    group.sampler_logprobs[group.loss_mask] = value
+
+
+def break_gradients(trainer):
+    """The gradient by the embedding of token VOCAB - 1 is NaN."""
+
+    def poison(_, inputs, output):
+        spoiled = (inputs[0] == VOCAB - 1)[..., None]
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad.masked_fill(spoiled, float("nan")))
+
+    trainer._model.model.embed_tokens.register_forward_hook(poison)
+
+
 def set_reward(group, value):
     group.rewards[0] = value
 
 
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize(
-    ("spoil", "value", "problem"),
+    ("spoil", "problem"),
     [
-        (set_sampler_logprob, float("nan"), "the sampler log-probability of a token is nan"),
-        (set_sampler_logprob, float("-inf"), "the sampler log-probability of a token is -inf"),
-        (set_reward, float("nan"), "reward 0 of 3 is nan"),
-        (set_reward, float("inf"), "reward 0 of 3 is inf"),
+        (set_sampler_logprob, "the sampler log-probability of a token is"),
+        (set_sampler_logprobs, "the sampler log-probability of a token is"),
+        (set_reward, "reward 0 of 3 is"),
     ],
 )
-def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, spoil, value, problem):
-    trainer = Trainer(CONFIG, model_dir, 1.0, seed=0)
+def test_a_number_that_is_not_finite_stops_the_run_by_name(model_dir, loss, spoil, value, problem):
+    trainer = Trainer(msgspec.structs.replace(CONFIG, loss=loss), model_dir, 1.0, seed=0)
     before = weights(trainer)
     groups = make_groups(4)
-    spoil(groups[2], value)
-    with pytest.raises(GroupFault, match=rf"group 2 \(problem 102\): {problem}") as fault:
-        trainer.accumulate(groups, VERSION)
-    assert fault.value.group is groups[2]
-    assert fault.value.name == "non_finite"
+    spoil(groups[2], float(value))
+    story = rf"group 2 \(problem 102\): {problem} {value};"
+    for batch in (groups, groups[2:3]):
+        with pytest.raises(GroupFault, match=story) as fault:
+            trainer.accumulate(batch, VERSION)
+        assert fault.value.group is groups[2]
+        assert fault.value.name == "non_finite"
     assert_same(weights(trainer), before, 0.0)
     assert not trainer._optimizer.state
+
+
+def one_update(trainer, groups):
+    trainer.accumulate(groups, VERSION)
+    trainer.update()
+
+
+def set_hook(group, value):
+    """Mark the token whose gradient `break_gradients` breaks."""
+    group.tokens[0] = VOCAB - 1
+
+
+def set_token(group, value):
+    group.tokens[0] = VOCAB - 2
+
+
+@pytest.mark.parametrize("loss", ["ppo", "m2po", "decoupled_ppo"])
+@pytest.mark.parametrize("spoil", [set_sampler_logprob, set_reward, set_hook, set_token])
+def test_a_fault_in_a_later_update_of_a_step_leaves_the_first_one_as_it_is(model_dirs, spoil, loss):
+    config = msgspec.structs.replace(CONFIG, num_substeps=2, loss=loss)
+    trainer = Trainer(config, model_dirs / "qwen3_untied", 1.0, seed=0)
+    groups = make_groups(4)
+    for group in groups:
+        group.tokens[:] = group.tokens % (VOCAB - 2)
+    trainer.keep_proximal(groups[2:])
+    start = weights(trainer)
+    trainer.accumulate(groups[:2], VERSION)
+    trainer.update()
+    first = weights(trainer)
+    assert any((first[name] != start[name]).any() for name in start)
+    spoil(groups[2], float("nan"))
+    if spoil is set_token:
+        trainer._model.model.embed_tokens.weight.data[VOCAB - 2] = float("nan")
+    break_gradients(trainer)
+    first = weights(trainer)
+    with pytest.raises(GroupFault, match=r"group 2 .*; this update changed nothing$") as fault:
+        one_update(trainer, groups[2:])
+    assert "no weight" not in fault.value.story
+    for name, tensor in weights(trainer).items():
+        torch.testing.assert_close(tensor, first[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_group_of_a_later_update_is_looked_at_before_the_first(model_dir, value):
+    config = msgspec.structs.replace(CONFIG, loss="decoupled_ppo", num_substeps=2)
+    trainer = Trainer(config, model_dir, 1.0, seed=0)
+    groups = make_groups(4)
+    set_sampler_logprob(groups[2], float(value))
+    with pytest.raises(GroupFault, match=f"sampler log-probability of a token is {value}") as fault:
+        trainer.keep_proximal(groups[2:])
+    assert fault.value.group is groups[2]
 
 
 def test_a_broken_weight_is_named_by_the_group_that_meets_it(model_dirs):
@@ -455,12 +525,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_group(model_dir):
         group.tokens[:] = group.tokens % (VOCAB - 1)
     groups[3].tokens[0] = VOCAB - 1
 
-    def poison(_, inputs, output):
-        spoiled = (inputs[0] == VOCAB - 1)[..., None]
-        if output.requires_grad:
-            output.register_hook(lambda grad: grad.masked_fill(spoiled, float("nan")))
-
-    trainer._model.model.embed_tokens.register_forward_hook(poison)
+    break_gradients(trainer)
     trainer.accumulate(groups, VERSION)
     with pytest.raises(RunFault, match=r"group 3 \(problem 103\): its gradient is not finite"):
         trainer.update()

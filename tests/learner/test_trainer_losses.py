@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from asyncrl_node.learner.losses.aggregation import token_weights
 from asyncrl_node.learner.losses.base import LossInput
 from asyncrl_node.learner.losses.off_policy import m2po_limit
 from asyncrl_node.learner.losses.registry import LOSSES, load_advantage, load_loss
-from asyncrl_node.learner.losses.settings import RECIPES
+from asyncrl_node.learner.losses.settings import RECIPES, LossSettings, Recipe
 from asyncrl_node.learner.trainer import Trainer
 from asyncrl_node.loss_rules import effective, loss_settings
 from tests.learner.test_trainer import (
@@ -57,11 +59,17 @@ def sampled_by(trainer, groups, version):
 
 
 def by_hand(trainer, groups, config, proximal=None):
+    """`by_settings`, with what the package itself makes of the configuration."""
+    recipe, settings = effective(config), loss_settings(config)
+    return by_settings(trainer, groups, recipe, settings, config.horizon, proximal, config.loss)
+
+
+def by_settings(trainer, groups, recipe, settings, horizon=None, proximal=None, loss=None):
     """The gradient by one rollout at a time and the loss of all tokens at once, in one graph.
 
-    `proximal` scores tokens by the weights at the start of the step; None: those in use.
+    `proximal` scores tokens by the weights at the start of the step; None: those in use. `loss`:
+    another name than the recipe's, of a user's function.
     """
-    recipe, settings = effective(config), loss_settings(config)
     columns = {"new": [], "old": [], "advantage": [], "index": [], "anchor": []}
     lengths = []
     for group in groups:
@@ -95,8 +103,8 @@ def by_hand(trainer, groups, config, proximal=None):
         proximal_logprobs=anchor,
         log_ratio_limit=m2po_limit((new - old).detach(), advantage, settings.m2_budget),
     )
-    shares = torch.tensor(token_weights(recipe.aggregation, lengths, config.horizon))
-    total = (load_loss(config.loss)(tokens, settings).losses * shares[index]).sum()
+    shares = torch.tensor(token_weights(recipe.aggregation, lengths, horizon))
+    total = (load_loss(loss or recipe.loss)(tokens, settings).losses * shares[index]).sum()
     names, parameters = zip(*trainer._model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
 
@@ -135,6 +143,86 @@ def test_no_packing_and_no_minibatch_changes_the_gradient(model_dir, loss, aggre
     assert any(grad.abs().max() > 1e-3 for grad in grads[0].values())
     for other in grads[1:]:
         assert_same(other, grads[0], 1e-6)
+
+
+TIGHT = {"weight_low": 0.9, "weight_high": 1.1}
+WIDE = {"clip_low": 0.0, "clip_high": 0.0}
+LITERAL = [
+    ("ppo", {}, "clip_low", 0.05),
+    ("ppo", {}, "clip_high", 0.05),
+    ("gspo", {}, "clip_low", 3e-4),
+    ("m2po", {"m2_budget": 1e-6}, "clip_high", 0.05),
+    ("ppo", {}, "dual_clip", 1.3),
+    ("m2po", {}, "dual_clip", 1.9),
+    ("a3po", {}, "dual_clip", 1.21),
+    ("cispo", {}, "ratio_cap", 1.1),
+    ("cispo", {}, "ratio_floor", 0.9),
+    *(
+        (loss, TIGHT, "weight_correction", kind)
+        for loss in ("decoupled_ppo", "a3po")
+        for kind in ("off", "mask")
+    ),
+    *(
+        (loss, {}, field, value)
+        for loss in ("decoupled_ppo", "a3po")
+        for field, value in TIGHT.items()
+    ),
+    ("m2po", WIDE, "m2_budget", 0.01),
+    ("m2po", WIDE, "m2_budget", 0.15),
+]
+"""loss, settings beside, and the one field that is not the default."""
+
+
+def test_every_field_of_the_settings_is_in_the_table():
+    assert {field for _, _, field, _ in LITERAL} == {field.name for field in fields(LossSettings)}
+
+
+@pytest.mark.parametrize(("loss", "beside", "field", "value"), LITERAL)
+def test_a_setting_of_the_run_reaches_the_loss(model_dir, loss, beside, field, value):
+    config = config_of(loss=loss, **beside, **{field: value})
+    trainer = Trainer(config, model_dir, 1.0, seed=0)
+    groups = stale_groups(trainer, 6)
+    trainer.accumulate(groups, VERSION)
+    ours, recipe = gradients(trainer), Recipe(loss)
+    told = LossSettings(**beside, **{field: value})
+    assert_same(ours, by_settings(trainer, groups, recipe, told), 2e-5)
+    assert_differs(ours, by_settings(trainer, groups, recipe, LossSettings(**beside)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe", "horizon", "usual"),
+    [
+        ({"aggregation": "sequence_mean"}, Recipe("ppo", aggregation="sequence_mean"), None, None),
+        ({"aggregation": "constant"}, Recipe("ppo", aggregation="constant"), 9, None),
+        (
+            {"aggregation": "constant", "horizon": 21},
+            Recipe("ppo", aggregation="constant"),
+            21,
+            (Recipe("ppo", aggregation="constant"), 9),
+        ),
+        ({"loss": "grpo"}, Recipe("ppo", aggregation="sequence_mean"), None, None),
+        ({"loss": "dapo"}, Recipe("ppo", clip_high=0.28), None, None),
+        ({"loss": "dr_grpo"}, Recipe("ppo", aggregation="constant", advantage="mean"), 9, None),
+    ],
+)
+def test_an_aggregation_a_horizon_and_a_recipe_reach_the_gradient(
+    model_dir, settings, recipe, horizon, usual
+):
+    config = msgspec.structs.replace(config_of(), **settings)
+    trainer = Trainer(config, model_dir, 1.0, seed=0)
+    groups = stale_groups(trainer, 6)
+    trainer.accumulate(groups, VERSION)
+    ours, numbers = gradients(trainer), LossSettings(clip_high=recipe.clip_high)
+    assert_same(ours, by_settings(trainer, groups, recipe, numbers, horizon), 2e-5)
+    other, other_horizon = usual or (Recipe("ppo"), None)
+    assert_differs(ours, by_settings(trainer, groups, other, LossSettings(), other_horizon))
+
+
+def assert_differs(ours, theirs):
+    """By far more than the tolerance of the comparison."""
+    scale = max(float(grad.abs().max()) for grad in ours.values())
+    gap = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+    assert gap > 1e-3 * scale > 0
 
 
 @pytest.mark.parametrize("advantage", ["mean", "leave_one_out", "mean_normalised"])

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_node.learner.step_sums import StepSums
 from asyncrl_node.learner.watch import CALM_STEPS, MEDIAN_STEPS, CollapseWatch
 
 RECORDED = json.loads(Path(__file__).with_name("watch_series.json").read_text())
 HEALTHY = {
     "mismatch/kl_stale": 0.002,
+    "mismatch/num_tokens_stale": 500.0,
+    "mismatch/kl_older_kv": None,
+    "mismatch/num_tokens_older_kv": 0.0,
     "ratio/max": 2.0,
     "entropy/mean": 0.26,
     "reward/trained_mean": 0.2,
@@ -33,7 +37,10 @@ def rows(count, **changed):
 def recorded(name):
     (run,) = [run for run in RECORDED if run["name"] == name]
     columns = run["metrics"]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [
+        HEALTHY | dict(zip(columns, row, strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", ["healthy", "ppo3e4d8", "ppo3e4d8_1"])
@@ -103,4 +110,37 @@ def test_an_alarm_says_what_was_seen_and_the_cure():
 
 
 def test_steps_without_stale_tokens_are_calm():
-    assert observe([HEALTHY | {"mismatch/kl_stale": None}] * 20) == []
+    nothing = {"mismatch/kl_stale": None, "mismatch/num_tokens_stale": 0.0}
+    assert observe([HEALTHY | nothing] * 20) == []
+
+
+def drifted(stale, older_kv):
+    """40 rows; each population is (tokens, KL)."""
+    row = {}
+    for name, (tokens, kl) in {"stale": stale, "older_kv": older_kv}.items():
+        row |= {f"mismatch/num_tokens_{name}": tokens, f"mismatch/kl_{name}": kl}
+    return [HEALTHY | row] * 40
+
+
+@pytest.mark.parametrize(
+    ("stale", "older_kv", "alarms"),
+    [
+        ((0.0, None), (4000.0, 3.0), True),
+        ((4000.0, 3.0), (0.0, None), True),
+        ((100.0, 0.001), (4000.0, 0.3), True),
+        ((4000.0, 0.3), (100.0, 0.001), True),
+        ((4000.0, 0.001), (10.0, 9.0), False),  # few tokens: 0.023 in the mean
+        ((10.0, 9.0), (4000.0, 0.001), False),
+        ((1000.0, 0.3), (1000.0, 0.12), True),  # 0.21
+        ((1000.0, 0.12), (1000.0, 0.26), False),  # 0.19
+        ((0.0, None), (0.0, None), False),
+    ],
+)
+def test_drift_is_seen_whatever_keys_and_values_it_was_sampled_on(stale, older_kv, alarms):
+    """With kv_after_update = keep most drifted tokens count as older_kv."""
+    assert observe(drifted(stale, older_kv)) == ([(4, "kl")] if alarms else [])
+
+
+def test_the_watch_reads_what_the_trainer_writes():
+    metrics = StepSums().metrics()
+    assert HEALTHY.keys() <= metrics.keys()

@@ -240,10 +240,30 @@ def test_what_is_known_of_a_loss_is_said(
 
 def test_an_estimator_that_only_adds_noise_is_said() -> None:
     flags = ("--learner.kl-coefficient", "0.1", "--learner.kl-estimator", "k1")
-    assert loss_notes(parsed(*flags)) == []
+    assert loss_notes(parsed(*flags, "--pipeline-depth", "0")) == []
     (note,) = loss_notes(parsed(*flags, "--learner.kl-weighted", "false"))
     assert "its gradient is zero in the mean" in note
     assert loss_notes(parsed(*flags[2:], "--learner.kl-weighted", "false")) == []
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((), True),
+        (("--pipeline-depth", "4"), True),
+        (("--pipeline-depth", "0"), False),
+        (("--learner.kl-weighted", "false"), False),
+        (("--learner.kl-coefficient", "0"), False),
+    ],
+)
+def test_that_nothing_clips_the_ratio_of_a_weighted_kl_is_said(
+    estimator: str, changed: tuple[str, ...], said: bool
+) -> None:
+    flags = {"--learner.kl-coefficient": "0.1", "--learner.kl-estimator": estimator}
+    flags |= dict([changed] if changed else [])
+    notes = loss_notes(parsed(*(word for flag in flags.items() for word in flag)))
+    assert any("the ratio that weighs the KL is not clipped" in note for note in notes) == said
 
 
 def test_where_a_loss_is_not_quite_its_papers_a_note_says_so() -> None:

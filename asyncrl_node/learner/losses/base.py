@@ -26,8 +26,14 @@ from asyncrl_node.learner.losses.settings import LossSettings
 Need = Literal["proximal_logprobs", "log_ratio_limit"]
 Anything = TypeVar("Anything")
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are clamped to it on both sides: exp(20), half a billion, is beyond every trust region
-and far from overflow, so one absurd token is clipped like any other and stops no run."""
+"""Log-ratios are clamped to it on both sides: exp(20), half a billion, is far from overflow, so one
+absurd token stops no run. A token beyond it counts as clipped and has no gradient, but in cispo and
+gspo, where only its weight is cut.
+
+It is no trust region. Within it a negative advantage at a large ratio is what ppo, gspo, a3po,
+decoupled_ppo and m2po leave unbounded, as importance_sampling does: at a log-ratio of 19 and A = -1
+the gradient is exp(19). `dual_clip` bounds it (not in importance_sampling, which reads no setting),
+and max_grad_norm the step that comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,8 @@ class TokenLoss(NamedTuple):
     losses: Tensor
     """[N], neither weighted nor summed."""
     num_clipped: Tensor
-    """[] int64, tokens whose gradient the loss removed or whose weight it cut."""
+    """[] int64, tokens whose gradient the loss removed or whose weight it cut, or that lie beyond
+    LARGEST_LOG_RATIO."""
     ratio_max: Tensor
     """[], the largest importance ratio to the sampler; 0 without tokens."""
 
@@ -76,6 +83,11 @@ def importance_ratios(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     A clamped token has no gradient; a NaN stays one.
     """
     return torch.exp((logprobs - old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+
+
+def beyond_largest(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Whether `importance_ratios` clamps each of N tokens, [N] bool."""
+    return (logprobs - old_logprobs).detach().abs() > LARGEST_LOG_RATIO
 
 
 def token_loss(losses: Tensor, clipped: Tensor, ratios: Tensor) -> TokenLoss:

@@ -18,6 +18,7 @@ from torch import Tensor
 from asyncrl_node.learner.losses.base import (
     LossInput,
     TokenLoss,
+    beyond_largest,
     given,
     importance_ratios,
     needs,
@@ -75,7 +76,8 @@ def m2po(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     wide = LossSettings(clip_low=1.0 - low, clip_high=high - 1.0, dual_clip=settings.dual_clip)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, wide)
-    return token_loss(losses, clipped, ratios)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(losses, clipped | clamped, ratios)
 
 
 def m2po_limit(log_ratios: Tensor, advantages: Tensor, budget: float) -> float:
@@ -83,18 +85,17 @@ def m2po_limit(log_ratios: Tensor, advantages: Tensor, budget: float) -> float:
 
     log_ratios, advantages [N]: *all* loss tokens of the update, from every micro-batch and rank, in
     any order. The mean runs over the tokens that clipping can stop, A > 0 at r > 1 and A < 0 at
-    r < 1; the others pull towards the sampler and are left alone. inf if all fit.
+    r < 1; the others pull towards the sampler and are left alone. inf if all fit. A log-ratio that
+    is infinite is cut like any large one; NaN is left to the guard.
     """
     pushing = (log_ratios * advantages.sign()) > 0
     squares = log_ratios[pushing].double().square().sort().values
     count = len(squares)
-    if not count or float(squares.mean()) <= budget:
-        return inf
-    below = squares.cumsum(0) - squares
+    below = torch.cat([squares.new_zeros(1), squares.cumsum(0)])[:-1]
     above = torch.arange(count, 0, -1, dtype=torch.float64, device=squares.device)
     candidates = (budget * count - below) / above
-    fits = candidates <= squares
-    return sqrt(max(0.0, float(candidates[fits.nonzero()[0, 0]])))
+    cut = (candidates < squares).nonzero()
+    return sqrt(max(0.0, float(candidates[cut[0, 0]]))) if len(cut) else inf
 
 
 _LARGEST_EXPONENT = 80.0
@@ -108,4 +109,7 @@ def _decoupled(tokens: LossInput, proximal: Tensor, settings: LossSettings) -> T
     ratios = importance_ratios(tokens.logprobs, proximal)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
     to_sampler = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
-    return token_loss(weights * losses, clipped | (weights != behaviour), to_sampler)
+    cut = clipped | (weights != behaviour)
+    for new, old in ((tokens.logprobs, proximal), (proximal, tokens.sampler_logprobs)):
+        cut = cut | beyond_largest(new, old)
+    return token_loss(weights * losses, cut, to_sampler)

@@ -19,6 +19,7 @@ from asyncrl_node.learner.losses.base import (
     LARGEST_LOG_RATIO,
     LossInput,
     TokenLoss,
+    beyond_largest,
     importance_ratios,
     token_loss,
 )
@@ -26,13 +27,15 @@ from asyncrl_node.learner.losses.settings import LossSettings
 
 
 def importance_sampling(tokens: LossInput, settings: LossSettings) -> TokenLoss:
-    """Weigh each token by its ratio, unbounded. Reads no setting.
+    """Weigh each token by its ratio, up to exp(LARGEST_LOG_RATIO). Reads no setting.
 
     The off-policy policy gradient of Degris et al. 2012 (arXiv:1205.4839), per token: unbiased for
-    a token given its prefix, but nothing bounds r. It destabilises from a staleness of about 3.
+    a token given its prefix, but nothing else bounds r. It destabilises from a staleness of about
+    3.
     """
     ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
-    return token_loss(-(ratios * tokens.advantages), torch.zeros_like(ratios).bool(), ratios)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(-(ratios * tokens.advantages), clamped, ratios)
 
 
 def ppo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
@@ -45,7 +48,8 @@ def ppo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     """
     ratios = importance_ratios(tokens.logprobs, tokens.sampler_logprobs)
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
-    return token_loss(losses, clipped, ratios)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(losses, clipped | clamped, ratios)
 
 
 def cispo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
@@ -59,7 +63,8 @@ def cispo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     ratios = importance_ratios(tokens.logprobs.detach(), tokens.sampler_logprobs)
     weights = ratios.clamp(settings.ratio_floor, settings.ratio_cap)
     losses = -(weights * tokens.advantages * tokens.logprobs)
-    return token_loss(losses, weights != ratios, ratios)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(losses, (weights != ratios) | clamped, ratios)
 
 
 def gspo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
@@ -81,7 +86,8 @@ def gspo(tokens: LossInput, settings: LossSettings) -> TokenLoss:
     sequence = means.index_select(0, tokens.rollout_index)
     ratios = torch.exp(sequence + (tokens.logprobs - tokens.logprobs.detach()))
     losses, clipped = clipped_surrogate(ratios, tokens.advantages, settings)
-    return token_loss(losses, clipped, to_sampler)
+    clamped = beyond_largest(tokens.logprobs, tokens.sampler_logprobs)
+    return token_loss(losses, clipped | clamped, to_sampler)
 
 
 def clipped_surrogate(
