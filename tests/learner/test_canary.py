@@ -29,6 +29,7 @@ from asyncrl_node.engines.torch_model import FlatWeights
 from asyncrl_node.learner.trainer import Trainer
 from asyncrl_node.messages import (
     Lease,
+    LeaseGranted,
     Release,
     WeightsAccepted,
     WeightsHello,
@@ -84,10 +85,12 @@ class Pair:
         self.trainer.copy_weights_into(self.buffer.data)
         ours = tuple(self.trainer.score(self.probe.tokens))
         self.core.handle(WriteDone(self.version, weights_hash(self.buffer.data), ours), 0.0)
-        self.core.handle(Lease(0, 0), 0.0)
+        (granted,) = self.core.handle(Lease(0, 0), 0.0)
+        assert isinstance(granted, ToSampler)
+        assert isinstance(granted.message, LeaseGranted)
         self.engine.load_weights(self.version, self.entries, self.buffer.data.toreadonly())
         self.core.handle(Release(0, 0, self.version), 0.0)
-        trying = answer_canary(self.engine, self.probe.tokens, self.probe.num_decoded)
+        trying = answer_canary(self.engine, granted.message.canary, granted.message.num_decoded)
         theirs = stepped(self.engine, trying)
         digest = weights_hash(self.engine.weights_view())
         loaded = WeightsLoaded(0, 0, self.version, digest, *theirs)

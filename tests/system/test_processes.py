@@ -35,14 +35,14 @@ def test_an_overdue_weight_load_is_a_named_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "story"),
+    ("key", "start", "steps", "story"),
     [
-        ("--fake.stale-after-version", "they are those of version 4"),
-        ("--fake.decode-stale-after-version", "it decodes otherwise than it scores"),
+        ("--fake.stale-after-version", 0, 6, "they are those of version 4"),
+        ("--fake.decode-stale-after-version", 4, 3, "it decodes otherwise than it scores"),
     ],
 )
 def test_case_16_weights_that_never_arrive_restart_the_sampler(
-    tmp_path: Path, key: str, story: str
+    tmp_path: Path, key: str, start: int, steps: int, story: str
 ) -> None:
     """Case 16: each process computes with its first weights for ever; two steps have a second.
 
@@ -51,15 +51,15 @@ def test_case_16_weights_that_never_arrive_restart_the_sampler(
     run_dir = tmp_path / "run"
     done = launch(
         run_dir,
-        *("--engine", "fake", "--eval-problems", "0", "--steps", "6", "--groups-per-batch", "4"),
-        *(key, "4"),
+        *("--engine", "fake", "--eval-problems", "0", "--groups-per-batch", "4"),
+        *("--start-version", str(start), "--steps", str(steps), key, "4"),
     )
     assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
     warned = [line for line in done.stdout.splitlines() if "stale_weights" in line]
     assert warned[0].startswith("warning: sampler 0 restarts, stale_weights: sampler 0 has the")
     assert story in warned[0]
     judged = judge(run_dir)
-    assert len(judged.trained) == 6 * 4
+    assert len(judged.trained) == steps * 4
 
 
 def test_case_16_weights_that_never_arrive_again_and_again_end_the_run_by_name(
