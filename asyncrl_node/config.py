@@ -21,6 +21,7 @@ class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Choosing: start with D = 1, K = 8. If the end-of-run advice says that the learner mostly waits
     for fill, raise D (speed is bought with mean staleness); if it waits for stragglers, raise K.
     Use a two-sided trust-region loss whenever D >= 1: depth never buys stability.
+    Several steps of staleness ask for a lower learning rate (docs/losses.md has the figures).
     """
 
     groups_per_batch: int = 32
