@@ -21,7 +21,7 @@ def test_the_demo_learns_and_its_checkpoint_is_a_hugging_face_folder(tmp_path: P
     done = launch(run_dir, "--steps", "30", "--eval-problems", "128", timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr + logs(run_dir)
     (gate,) = [line for line in done.stdout.splitlines() if line.startswith("parity gate")]
-    assert "(limit 5e-05)" in gate
+    assert "(limits 5e-05 and 5e-05)" in gate
     assert "worst: token" in gate
     before, after = (r for r in rows(run_dir / "metrics.jsonl") if r["kind"] == "eval")
     assert 0.1 < before["eval/reward_mean"] < 0.4
