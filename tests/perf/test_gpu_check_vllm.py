@@ -49,6 +49,7 @@ def test_the_probe_finds_vllm_and_the_learner_alike(tmp_path: Path) -> None:
     assert "by host" in outcome.value
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_the_probe_times_an_update_in_the_middle(tmp_path: Path) -> None:

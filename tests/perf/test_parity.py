@@ -42,7 +42,11 @@ def test_the_embedded_engine_is_within_the_limits(dtype: DType) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("dtype", "largest", "mean"), [("float32", 5e-5, 5e-5), ("bfloat16", 1.0, 0.03)]
+    ("dtype", "largest", "mean"),
+    [
+        pytest.param("float32", 5e-5, 5e-5, marks=pytest.mark.slow),  # as tests/engines have it
+        ("bfloat16", 1.0, 0.03),
+    ],
 )
 def test_vllm_is_within_the_limits(dtype: str, largest: float, mean: float) -> None:
     """In a process of its own: vLLM keeps one engine a process."""

@@ -182,7 +182,10 @@ vllm_plugin.WORKER_EXTENSION = "tests.engines.BROKEN"
 @pytest.mark.parametrize(
     ("worker", "version", "story"),
     [
-        ("stale_head.StaleHeadWorker", 0, "differ from the learner's"),
+        pytest.param(
+            *("stale_head.StaleHeadWorker", 0, "differ from the learner's"),
+            marks=pytest.mark.slow,  # tests/engines has it too
+        ),
         ("stale_decode.StaleDecodeWorker", 1, "it decodes otherwise than it scores"),
     ],
 )
