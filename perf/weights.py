@@ -21,8 +21,8 @@ publish_to_ack_over_memcpy  No request is running. From telling the courier that
                             announcement, the lease, the copy, vLLM's own load, the hash of the
                             copy, and five messages a sampler. Without the canary.
 with_canary_over_memcpy     The same with it, as in a run by default: before it acknowledges, every
-                            sampler decodes two tokens after 8 and scores all ten (canary_s): a
-                            prefill, a decode step and a pass more. The embedded
+                            sampler scores 8 tokens; at two loads and then at every eighth it
+                            decodes two more before (canary_s). The embedded
                             engine decodes nothing else meanwhile; to vLLM it is one more request.
 ..._over_parallel_memcpy    The same against as many processes as samplers, each copying the
                             buffer at once, until the last is done: what this memory allows.
