@@ -1,4 +1,4 @@
-"""The canary: a few tokens that a sampler scores and decodes on after every load. Pure.
+"""The canary: a few tokens that a sampler scores after every load, and at times decodes on. Pure.
 
 A hash proves that the bytes arrived; it does not prove that the model computes with them. A tied
 head with a stale packed copy or a fused matrix that was not renewed: the copy is right and the

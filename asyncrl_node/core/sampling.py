@@ -20,6 +20,7 @@ process's end (the learner's overdue rule).
 from __future__ import annotations
 
 from collections import deque
+from math import isfinite
 from typing import Literal, NamedTuple, assert_never
 
 from asyncrl_node.core.order import rollout_seed
@@ -495,6 +496,12 @@ class SamplerCore:
         self._close_sample(group)
 
     def _report_evaluation(self, order: Evaluate, summary: RolloutSummary | None) -> None:
+        """Report a held-out rollout; one whose reward is not finite has failed.
+
+        It is not redone: what is redone until it is finite is a mean over successes.
+        """
+        if summary is not None and not isfinite(summary.reward):
+            summary = None
         completed = EvaluationCompleted(
             evaluation=order.evaluation,
             problem=order.problem,

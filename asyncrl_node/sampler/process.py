@@ -290,9 +290,7 @@ class SamplerProcess:
             self._raised(key, "environment", error)
             return
         if key.split == "eval" and not isfinite(rollout.reward):
-            broken = ValueError(f"the reward is not finite: {rollout.reward}")
-            self._raised(key, "environment", broken)
-            return
+            log.warning("%s failed: its reward is not finite: %s", key, rollout.reward)
         self._finished[key] = rollout
         self._handle(RolloutDone(key, rollout.summary()))
         if key.split == "eval":

@@ -302,6 +302,19 @@ def test_the_first_token_is_reported_once_with_its_version(shell: Shell) -> None
     assert shell.to_scheduler == [GroupStarted(GroupKey(1, 0), 0)]
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_held_out_reward_that_is_not_finite_has_failed_and_is_not_redone(
+    shell: Shell, reward: float
+) -> None:
+    shell.evaluate(7)
+    (key,) = shell.running
+    shell.handle(RolloutDone(key, RolloutSummary(reward, 4, 0, 0, False)))
+    (report,) = shell.to_scheduler
+    assert isinstance(report, EvaluationCompleted)
+    assert (report.failed, report.reward, report.version_max) == (True, 0.0, -1)
+    assert not shell.running
+
+
 def test_a_first_token_by_weights_not_accepted_is_reported_once_they_are(shell: Shell) -> None:
     shell.handle(WeightsAvailable(1))
     shell.use(1)
